@@ -12,6 +12,7 @@ import pytest
 from trioengine.cli import doctor
 from trioengine.cli.doctor import (
     CheckResult,
+    Machine,
     Severity,
     check_cores,
     check_limits,
@@ -23,7 +24,6 @@ from trioengine.cli.doctor import (
     run_checks,
     warning,
 )
-from trioengine.cli.machine import Machine
 from trioengine.hub.known_models import SMOLLM2
 from trioengine.worker.__main__ import MARK
 

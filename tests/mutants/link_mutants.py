@@ -24,9 +24,15 @@ def _tell_nobody_who_runs(on_worker_lost: Any) -> Any:
     return mutant
 
 
-def _find_the_oldest(find: Any) -> Any:
-    def mutant(self: Sessions, session_id: int) -> Any:
-        return find(self, min(session.id or session_id for session in self))
+class _OldestFirst(dict[int, Any]):
+    def __getitem__(self, key: int) -> Any:
+        return super().__getitem__(min(self, default=key))
+
+
+def _find_the_oldest(init: Any) -> Any:
+    def mutant(self: Sessions, effects: Any) -> None:
+        init(self, effects)
+        self.by_id = _OldestFirst()
 
     return mutant
 
@@ -76,7 +82,7 @@ LINK_MUTANTS = (
     Mutant(
         "F27",
         "what was said for one session reaches another",
-        replaced(Sessions, "__getitem__", _find_the_oldest),
+        replaced(Sessions, "__init__", _find_the_oldest),
         shows="wait forever|in flight|the model's|ended by error|the worker holds sessions|LocalProtocolError"
         "|only while attached",
     ),

@@ -11,7 +11,8 @@ from helpers.torch_driver import needs_compiler
 
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.worker.kernels import RMSNorm, RotaryTable
-from trioengine.worker.kernels.batch import ForwardBatch, KVCache
+from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.runner.model_weights import choose_kernels

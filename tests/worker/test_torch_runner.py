@@ -12,7 +12,7 @@ from trioengine.core.errors import ModelError
 from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.worker.kernels import torch_kernels
-from trioengine.worker.kernels.batch import KVCache
+from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.runner.model_weights import choose_device, choose_dtype
 from trioengine.worker.scheduling.sequence import BlockCopy, ScheduledSequence, SchedulerOutput, Sequence

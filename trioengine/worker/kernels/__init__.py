@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trioengine.worker.kernels.batch import ForwardBatch, KVCache
+from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ from trioengine.core.config import child_environment
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.hub.known_models import trioengine_home
 from trioengine.worker.kernels import Attention, RMSNorm, RotaryTable
-from trioengine.worker.kernels.batch import ForwardBatch, KVCache
+from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.kv_cache import KVCache
 
 logger = logging.getLogger("trioengine")
 _SOURCE = Path(__file__).with_name("native.cpp")

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from trioengine.worker.kernels import Attention, RMSNorm, RotaryTable
-from trioengine.worker.kernels.batch import ForwardBatch, KVCache
+from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.kv_cache import KVCache
 
 
 class TorchKernels:

@@ -12,7 +12,8 @@ from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.image import ImageInfo, ImageProcessing
 from trioengine.core.power import ALL_TAGS, Tag
-from trioengine.worker.kernels.batch import KVCache, make_batch
+from trioengine.worker.kernels.batch import make_batch
+from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.models import Model, VisionModel
 from trioengine.worker.runner.model_weights import ModelSpec, ModelWeights, failure_of, give_back, share_one_arena
 from trioengine.worker.runner.sampling import sample

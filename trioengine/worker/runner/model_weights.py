@@ -25,7 +25,7 @@ from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.hub.model_config import ModelConfig, TextConfig
 from trioengine.worker.kernels import Kernels
-from trioengine.worker.kernels.batch import KVCache, count_blocks
+from trioengine.worker.kernels.kv_cache import KVCache, count_blocks
 from trioengine.worker.kernels.linear import InvariantLinears
 from trioengine.worker.kernels.native_kernels import CompilerMissing, KernelsUnavailable, NativeKernels
 from trioengine.worker.kernels.torch_kernels import TorchKernels
