@@ -20,7 +20,7 @@ class Events(Observer):
     def request_created(self, generation):
         self.all.append(("created",))
 
-    def request_refused(self, generation, error):
+    def request_refused(self, request, error):
         self.all.append(("refused", type(error).__name__))
 
     def session_entering(self, session):
@@ -29,7 +29,7 @@ class Events(Observer):
     def session_opened(self, session):
         self.all.append(("opened", session.id))
 
-    def session_moved(self, session, phase, attachment, event):
+    def session_moved(self, actor, phase, attachment, event):
         self.all.append(("moved", phase.value, event.value))
 
     def slot_taken(self, slot, id):

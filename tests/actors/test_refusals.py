@@ -1,17 +1,22 @@
 """What is refused, or fails, alone: bad prompts, second users, no slot left, a bug in one session."""
 
+import itertools
+
 import pytest
 import trio
-from helpers.expectations import GREEDY, LONG, reference
+from helpers.expectations import GREEDY, LONG, generated, reference
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import (
     EngineConfig,
+    EngineError,
     EngineOverloaded,
     RequestRejected,
     SamplingFailed,
     TimedOut,
 )
+from trioengine.actors.attachment import WorkerAttachment
+from trioengine.actors.session_actor import SessionActor
 from trioengine.core.codec import encode
 from trioengine.core.messages import AddMessage
 from trioengine.core.types import Cause
@@ -109,3 +114,59 @@ async def test_a_crash_in_one_session_ends_it_alone(autojump_clock, simulated, c
             assert list((await two.result()).token_ids) == reference(engine, "two")
         assert broken.end_cause is Cause.ERROR
     assert "crashed" in caplog.text
+
+
+def raising_once(method):
+    """Return a method whose first call has a bug."""
+    calls = itertools.count()
+
+    def mutant(self):
+        if next(calls) == 0:
+            raise RuntimeError("a bug in one session")
+        method(self)
+
+    return mutant
+
+
+async def test_a_crash_while_a_session_is_taken_off_the_worker_ends_it_alone(autojump_clock, simulated, monkeypatch):
+    engine, _ = simulated
+    async with engine.open_session() as broken, engine.open_session() as whole:
+        async with broken.generate("one", LONG) as one, whole.generate("two", LONG) as two:
+            await anext(one)
+            monkeypatch.setattr(SessionActor, "_suspend", raising_once(SessionActor._suspend))
+            await engine.sleep(mode="keep")
+            await engine.wake()
+            with pytest.raises(Exception, match="the session crashed"):
+                await one.result()
+            assert list((await two.result()).token_ids) == reference(engine, "two", LONG)
+        assert broken.end_cause is Cause.ERROR
+
+
+async def test_a_crash_at_the_end_of_a_probe_does_not_stop_the_others(autojump_clock, monkeypatch):
+    async with simulated_engine() as (engine, simulation):
+        recovery = engine.runtime.recovery
+        outcomes = []
+
+        async def ask(prompt):
+            try:
+                outcomes.append((await engine.generate(prompt, LONG)).finish_reason.value)
+            except EngineError as exc:
+                outcomes.append(str(exc))
+
+        async with trio.open_nursery() as nursery:
+            for prompt in ("one", "two", "three"):
+                nursery.start_soon(ask, prompt)
+            await generated(engine, 3)
+            for _ in range(2):  # the second time before a request got a token: all are suspects
+                simulation.worker.kill()
+                while engine.runtime.gate.link is not None:
+                    await engine.runtime.gate.changed()
+                while engine.runtime.gate.link is None:
+                    await engine.runtime.gate.changed()
+            assert recovery.probed is not None
+            monkeypatch.setattr(WorkerAttachment, "drop", raising_once(WorkerAttachment.drop))
+        assert sorted(map(str, outcomes)) == [
+            "length",
+            "length",
+            "the session crashed: RuntimeError: a bug in one session",
+        ]

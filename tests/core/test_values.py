@@ -12,6 +12,7 @@ from trioengine.core.config import MAX_SESSIONS
 from trioengine.core.errors import InvariantError
 from trioengine.core.ledger import Ledger, RequestState
 from trioengine.core.messages import AddMessage, Configure
+from trioengine.core.sampling_params import replace_valid
 from trioengine.core.types import Cause, FinishReason, token_ids
 from trioengine.core.wording import brief
 
@@ -99,8 +100,10 @@ def test_the_logit_bias_is_a_copy():
 
 def test_valid_fields_are_replaced_without_another_validation():
     params = SamplingParams(temperature=0.5, stop="x")
-    assert params.replace_valid(max_tokens=3, stop=()) == SamplingParams(temperature=0.5, max_tokens=3)
+    assert replace_valid(params, max_tokens=3, stop=()) == SamplingParams(temperature=0.5, max_tokens=3)
     assert params == SamplingParams(temperature=0.5, stop=("x",))
+    with pytest.raises(TypeError, match="'temprature'"):
+        replace_valid(params, temprature=1.0)
 
 
 def types(values):

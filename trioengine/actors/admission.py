@@ -19,7 +19,7 @@ from trioengine.actors.waiting_line import NOT_NOW, waits_for
 from trioengine.core.checks import PromptPlaces
 from trioengine.core.errors import EngineError, RequestRejected, TimedOut
 from trioengine.core.lifecycle import Phase
-from trioengine.core.sampling_params import SamplingParams, prompt_limit
+from trioengine.core.sampling_params import SamplingParams, prompt_limit, replace_valid
 from trioengine.core.types import Cause
 from trioengine.text.conversation import Conversation, Prepared, Prompt, check_length, newest_turn
 from trioengine.text.output import OutputText
@@ -219,4 +219,4 @@ def _resolved(runtime: Runtime, request: Request) -> SamplingParams:
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     seed = runtime.ports.mint_seed() if params.seed is None else params.seed
     min_tokens = min(params.min_tokens, max_tokens)
-    return params.replace_valid(max_tokens=max_tokens, min_tokens=min_tokens, seed=seed, stop=())
+    return replace_valid(params, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed, stop=())

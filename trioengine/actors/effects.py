@@ -4,6 +4,9 @@ A session or a gate never calls another one. Its transition changes its own stat
 stimulus that caused the transition (a call of a user, a message of the worker, a death, a deadline) then calls `drain`.
 Carrying out an effect may cause further transitions, whose effects join the end of the queue. So no transition runs
 inside another one, the order is that of the queue, and nothing is left to do when a stimulus returns.
+
+A bug in the transition of a session ends that session alone (`SessionActor.attempt`). A bug in an effect ends the
+engine.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ class Effects(deque[object]):
     __slots__ = ("_carry_out", "_is_draining")
 
     def __init__(self, carry_out: Callable[[object], None]) -> None:
-        """`carry_out` handles one effect; it must not raise."""
+        """`carry_out` handles one effect; an exception in it leaves `drain`."""
         super().__init__()
         self._carry_out = carry_out
         self._is_draining = False

@@ -35,7 +35,8 @@ class Observer:
     called for every step or token, the others a few times a request. Times are in seconds, by trio's clock. A request
     begins when its Generation is entered: its time to the first token contains the wait for a slot, if there was one.
 
-    Sessions, generations and changes are passed as they are, typed `object`, because this module imports none of them.
+    The engine passes its own objects, typed `object` because this module imports none of them: `session` is a Session,
+    the handle of a caller, and `actor` its SessionActor; `generation` is a Generation, and `request` its Request.
     """
 
     def step(self, num_tokens: int) -> None:
@@ -55,8 +56,8 @@ class Observer:
     def request_created(self, generation: object) -> None:
         """The current task has created a Generation, which is not entered yet."""
 
-    def request_refused(self, generation: object, error: Exception) -> None:
-        """Entering a Generation raises this."""
+    def request_refused(self, request: object, error: Exception) -> None:
+        """Entering the Generation of a Request raises this."""
 
     def session_entering(self, session: object) -> None:
         """The current task begins to enter a Session."""
@@ -64,8 +65,8 @@ class Observer:
     def session_opened(self, session: object) -> None:
         """The Session was entered."""
 
-    def session_moved(self, session: object, phase: Phase, attachment: Attachment, event: Event) -> None:
-        """The event was applied to a Session that was in this phase and attachment; its actions follow."""
+    def session_moved(self, actor: object, phase: Phase, attachment: Attachment, event: Event) -> None:
+        """A SessionActor that was in this phase and attachment has handled the event, or ignored it; actions follow."""
 
     def request_finished(self, request: FinishedRequest) -> None:
         """A request ran to its end."""
@@ -93,7 +94,7 @@ class Observer:
     # ---- the engine and its worker ----------------------------------------------------------------------------------
 
     def power_moved(self, stage: PowerStage, event: PowerEvent) -> None:
-        """The event was applied to an engine that was in this stage."""
+        """The engine, which was in this stage, has handled the event, or ignored it."""
 
     def change_requested(self, change: object) -> None:
         """A sleep, a wake or an update is queued as this PowerChange."""

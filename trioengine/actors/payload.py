@@ -57,7 +57,7 @@ class Payload:
         self._num_holders += 1
 
     def release(self) -> None:
-        """That conversation does not refer to it any more."""
+        """A conversation refers to it no longer."""
         self._num_holders -= 1
         self._settle()
 

@@ -226,7 +226,7 @@ def _command(child_in: int, child_out: int, child_payloads: int) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """The parent's without its keys; where trioengine lies in a checkout, not installed, the worker finds it there."""
+    """Return the environment without API keys, in which the worker finds a trioengine that is not installed."""
     package = str(Path(trioengine.__file__).resolve().parent.parent)
     if package == sysconfig.get_path("purelib"):
         return child_environment(os.environ)

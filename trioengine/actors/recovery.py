@@ -106,7 +106,9 @@ class Recovery:
         self.probed = None
 
     def on_progress(self, session: SessionActor, request: Request) -> None:
-        """The probed request got a token, or is over: it is cleared."""
+        """A request got a token, or is over: if it is the probed one, it is cleared."""
+        if request is not self.probed:
+            return
         if session.phase is Phase.RUNNING:
             session.attempt(session.detach)
         elif session.request is not request and not session.lifecycle.is_detaching:  # it is over

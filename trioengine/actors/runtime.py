@@ -193,7 +193,7 @@ class Runtime:
     # ---- effects --------------------------------------------------------------------------------------------------
 
     def _carry_out(self, effect: object) -> None:
-        """Carry out one effect. The books are balanced already: first recovery learns of it, then callers in line."""
+        """Carry out one effect. The ledger is balanced already; recovery comes first, then the callers in line."""
         match effect:
             case Post(link, message, payloads, crash):
                 try:
@@ -204,11 +204,9 @@ class Runtime:
                 if has_tokens:
                     request.add_weights(self.power.weights.version)
                     self.supervisor.deaths = 0
-                if request is self.recovery.probed:
-                    self.recovery.on_progress(session, request)
+                self.recovery.on_progress(session, request)
             case RequestSettled(session, request):
-                if request is self.recovery.probed:
-                    self.recovery.on_progress(session, request)
+                self.recovery.on_progress(session, request)
                 self.gate.serve_requests()
             case SessionDetached(session):
                 self.recovery.on_detached(session)
@@ -253,6 +251,7 @@ class Runtime:
                 self.worker_counts.latest = message.statistics
                 session = self.sessions.by_id[message.session]
                 session.attempt(session.on_ended)
+                self.effects.append(SessionDetached(session))
             case PayloadConsumed():
                 incarnation.link.on_consumed(message)
             case Pong():

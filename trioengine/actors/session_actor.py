@@ -49,7 +49,7 @@ _NOT_ENTERED = "the session was not entered: use `async with engine.open_session
 
 @dataclass(frozen=True, slots=True)
 class AnswerBegan:
-    """Effect: the first row of an attachment came, with tokens if the request still wanted some."""
+    """Effect: the first row of an attachment came; `has_tokens` is False if it is empty, or the request is over."""
 
     session: SessionActor
     request: Request
@@ -340,9 +340,8 @@ class SessionActor:
 
     def on_ended(self) -> None:
         """SESSION_ENDED: the worker has dropped everything of the session."""
-        self._attachment.drop()
         self._apply(Event.SESSION_ENDED)
-        self._effects.append(SessionDetached(self))
+        self._attachment.drop()
 
     def on_worker_lost(self) -> None:
         """The incarnation is dead. A request in flight is suspended, unless it was being aborted; the history stays."""

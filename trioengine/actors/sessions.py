@@ -104,7 +104,7 @@ class Sessions:
         """Take every session off the worker. Returns how many END_SESSIONs were posted for it."""
         count = len(self.attached)
         for session in self:
-            session.detach()
+            session.attempt(session.detach)
         self._effects.drain()
         return count
 

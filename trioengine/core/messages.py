@@ -183,7 +183,7 @@ class WorkerStatistics:
     prefix_cache_hits: int  # tokens found
     encoder_cache_queries: int = 0  # images looked up
     encoder_cache_hits: int = 0  # images whose features were found
-    prompt_tokens: int = 0  # of the requests that got a token here first
+    prompt_tokens: int = 0  # of requests whose first token this worker computed
     generation_tokens: int = 0
 
 

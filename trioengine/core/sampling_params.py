@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, ParamSpec, Self, TypeAlias, TypedDict, TypeVar, cast, get_args
+from typing import Any, Literal, ParamSpec, TypeAlias, TypedDict, TypeVar, cast, get_args
 
 from trioengine.core.checks import (
     MAX_COUNT,
@@ -82,21 +82,6 @@ class SamplingParams:
     skip_special_tokens: bool = True  # in the text, not in the token ids
     cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
 
-    @classmethod
-    def of_valid(cls, *values: object) -> Self:
-        """Make one from the values of all fields of valid parameters, without validation."""
-        params = object.__new__(cls)
-        for name, value in zip(_FIELDS, values, strict=True):
-            _set(params, name, value)
-        return params
-
-    def replace_valid(self, **changes: object) -> Self:
-        """Return a copy with these fields, which are known to be valid, without validation."""
-        params = object.__new__(type(self))
-        for name in _FIELDS:
-            _set(params, name, changes[name] if name in changes else getattr(self, name))
-        return params
-
     def __repr__(self) -> str:
         return changed_fields(self)
 
@@ -143,6 +128,22 @@ class SamplingParams:
 
 
 _FIELDS = field_names(SamplingParams)
+
+
+def params_of_valid(*values: object) -> SamplingParams:
+    """Make parameters from the values of all fields, which are known to be valid, without validation."""
+    params = object.__new__(SamplingParams)
+    for name, value in zip(_FIELDS, values, strict=True):
+        _set(params, name, value)
+    return params
+
+
+def replace_valid(params: SamplingParams, **changes: object) -> SamplingParams:
+    """Return a copy with these fields, which are known to be valid, without validation."""
+    values = [changes.pop(name) if name in changes else getattr(params, name) for name in _FIELDS]
+    if changes:
+        raise TypeError(f"SamplingParams has no field {next(iter(changes))!r}")
+    return params_of_valid(*values)
 
 
 class SamplingOptions(TypedDict, total=False):

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, TypeAlias
 
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import SamplingParams, replace_valid
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.errors import INVALID_REQUEST, RATE_LIMIT, Problem
 from trioengine.serve.http import (
@@ -131,7 +131,7 @@ def salted(params: SamplingParams, salt: bytes) -> SamplingParams:
     if salt == NO_SALT:
         return params
     cache_salt = hmac.digest(salt, params.cache_salt.encode(), hashlib.sha256).hex()
-    return params.replace_valid(cache_salt=cache_salt)
+    return replace_valid(params, cache_salt=cache_salt)
 
 
 # ---- keys ---------------------------------------------------------------------------------------------------------

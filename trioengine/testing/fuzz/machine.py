@@ -32,7 +32,7 @@ class Coverage(Observer):
         """A state was reached."""
         self.counts[state] += 1
 
-    def session_moved(self, session: object, phase: Phase, attachment: Attachment, event: Event) -> None:
+    def session_moved(self, actor: object, phase: Phase, attachment: Attachment, event: Event) -> None:
         self.counts[session_state(phase, attachment, event)] += 1
 
     def power_moved(self, stage: PowerStage, event: PowerEvent) -> None:

@@ -289,9 +289,9 @@ class ImageStates(Observer, WorkerObserver):
     def __init__(self, saw: Callable[[str], None]) -> None:
         self._saw = saw
 
-    def session_moved(self, session: object, phase: Phase, attachment: Attachment, event: Event) -> None:
-        assert isinstance(session, inside.SessionActor), "sessions move as actors"
-        generation = inside.request_of(session)
+    def session_moved(self, actor: object, phase: Phase, attachment: Attachment, event: Event) -> None:
+        assert isinstance(actor, inside.SessionActor), "sessions move as actors"
+        generation = inside.request_of(actor)
         if generation is None:
             return
         if event is Event.RESUME and inside_payloads.prompt_payloads(generation):

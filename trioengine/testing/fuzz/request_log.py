@@ -90,9 +90,9 @@ class RequestLog(Observer):
         self.generations.append(generation)
         self._by_task[trio.lowlevel.current_task()] = generation
 
-    def request_refused(self, generation: object, error: Exception) -> None:
-        assert isinstance(generation, inside.Request), "requests are refused by their records"
-        self._num_refused += generation.outcome is None
+    def request_refused(self, request: object, error: Exception) -> None:
+        assert isinstance(request, inside.Request), "requests are refused by their records"
+        self._num_refused += request.outcome is None
 
     def session_entering(self, session: object) -> None:
         self._num_entering += 1

@@ -244,12 +244,12 @@ class Payloads:
 
     @property
     def outstanding(self) -> tuple[int, ...]:
-        """Those that were announced and are not consumed, ascending."""
+        """The ids of the payloads that were announced and are not consumed, ascending."""
         return tuple(sorted(self._here.union(self._awaited)))
 
     @property
     def num_held(self) -> int:
-        """Those that are here, announced or not."""
+        """The number of payloads that have come, announced or not."""
         return len(self._here) + len(self._early)
 
     def announce(self, image: ImageInput) -> Payload | None:
