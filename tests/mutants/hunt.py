@@ -36,7 +36,11 @@ def hunt(mutant, seed, profile):
     machine = MACHINES[mutant.machine]
     with silence(), mutant.active():
         report = Fuzzer(machine, PROFILES[profile], seed).run(seconds=SECONDS)
-    if report.program is None or not mutant.explains(report.failure):
+    if report.program is None:
+        print(f"{mutant.id}, seed {seed}: nothing in {report.programs} programs", file=sys.stderr, flush=True)
+        return None
+    if not mutant.explains(report.failure):
+        print(f"{mutant.id}, seed {seed}: for another reason: {report.failure!r}", file=sys.stderr, flush=True)
         return None
     with silence():
         _, failure = replayed(machine, report.program)
