@@ -127,7 +127,7 @@ def test_keys(capsys, monkeypatch, command):
 def test_a_server_without_a_key_for_operators(capsys):
     with served(api_key=("user",)) as (url, _):
         assert run(["status", "--connect", url, "--admin-key", "user"]) == 2
-        message = "this is for operators: start the server with --admin-key"
+        message = "this server has no key for operators: start it with --admin-key"
         assert capsys.readouterr().err == f"trioengine: error: {message}\n"
 
 

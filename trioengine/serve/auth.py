@@ -91,7 +91,7 @@ class Access:
         if role is Role.ANYONE:
             return None
         if role is Role.OPERATOR and not self._operators:
-            _refuse(403, "admin_key_required", "this is for operators: start the server with --admin-key")
+            _refuse(403, "admin_key_required", "this server has no key for operators: start it with --admin-key")
         key = presented_key(request)
         if key is None:
             _refuse(401, "invalid_api_key", "this needs a key, in the header Authorization: Bearer KEY")
