@@ -56,7 +56,8 @@ SESSION_MUTANTS = (
         "F1",
         "a request whose caller is cancelled while it is prepared is never removed",
         replaced(SessionActor, "abort_request", _forget_cancelled_preparation),
-        shows=r"requests are in flight, the worker has none|goes on|abort(_all)?\(\) returned|aborted by \w+, there were",
+        shows=r"requests are in flight, the worker has none|goes on|abort(_all)?\(\) returned"
+        r"|aborted by \w+, there were",
     ),
     Mutant(
         "F2",
