@@ -176,3 +176,17 @@ async def test_an_unknown_policy_is_refused(simulated):
     engine, _ = simulated
     with pytest.raises(RequestRejected, match="overflow must be"):
         engine.open_session(overflow="drop")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param"),
+    [(("drop",), "overflow"), (("refuse", -0.1), "retention_ratio"), (("refuse", "x"), "retention_ratio")],
+)
+async def test_a_policy_that_is_refused_changes_nothing(autojump_clock, simulated, arguments, param):
+    engine, _ = simulated
+    async with engine.open_session() as session:
+        session.set_overflow("drop_oldest_turns", 0.5)
+        with pytest.raises(RequestRejected) as caught:
+            session.set_overflow(*arguments)
+        assert caught.value.param == param
+        assert (session._state.overflow, session._state.retention_ratio) == ("drop_oldest_turns", 0.5)

@@ -20,6 +20,7 @@ from trioengine.core.sampling_params import (
     SamplingOptions,
     SamplingParams,
     check_overflow,
+    check_retention_ratio,
     merged_params,
     sampling_checked,
 )
@@ -179,9 +180,11 @@ class Session(AsyncOnly):
     def set_overflow(self, overflow: Overflow, retention_ratio: float = 1.0) -> None:
         """Set the policy of the requests that follow for a chat that outgrows the context.
 
-        `retention_ratio` is the part of the limit to which a chat over it is shortened.
+        `retention_ratio` is the part of the limit to which a chat over it is shortened. Raises RequestRejected for an
+        unknown policy, or a ratio outside of 0 to 1.
         """
-        self._state.overflow, self._state.retention_ratio = check_overflow(overflow), retention_ratio
+        policy, ratio = check_overflow(overflow), check_retention_ratio(retention_ratio)
+        self._state.overflow, self._state.retention_ratio = policy, ratio
 
     def end(self, cause: Cause = Cause.CLIENT) -> None:
         """End the session; harmless when it has ended. Posts END_SESSION in the same step if the worker holds it.

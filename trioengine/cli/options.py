@@ -35,7 +35,7 @@ Check: TypeAlias = Callable[[typer.Context], None]
 
 HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 LOCAL_SERVER = "http://127.0.0.1:8000"  # as `serve` listens without options
-MODEL_HELP = "A name that `pull` knows, a .gguf file, a Hugging Face directory or a hub id."
+MODEL_HELP = "A name that `pull` takes, a .gguf file, a Hugging Face directory or a hub id."
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, envvar="TRIOENGINE_MODEL", show_envvar=False)]
 Connect = Annotated[str, typer.Option(metavar="URL", help="The server.")]
 AdminKey = Annotated[str | None, typer.Option(help="The server's key for operators.")]

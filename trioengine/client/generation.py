@@ -177,7 +177,7 @@ class RequestProxy(generation.ReadableRequest):
         if self.is_stopping:
             return False
         self._abort_cause = cause
-        self._cancel()
+        self._post_cancel()
         return True
 
     def reject(self) -> None:
@@ -193,7 +193,7 @@ class RequestProxy(generation.ReadableRequest):
         """Decide the outcome now, as aborted, without the server: the turn is taken back, or kept in part."""
         if not self.settled.is_set():
             self._decide(Outcome(FinishReason.ABORT, self._abort_cause or Cause.CLIENT))
-            self._cancel()
+            self._post_cancel()
 
     def end(self, outcome: Outcome) -> None:
         """Finish with this outcome, or as aborted if it was aborted before: the session is over."""
@@ -218,8 +218,8 @@ class RequestProxy(generation.ReadableRequest):
         if self.id is None:
             self.id = self._requests.mint()
 
-    def _cancel(self) -> None:
-        """Cancel the request at the server, or finish it here if it was not posted."""
+    def _post_cancel(self) -> None:
+        """Post response.cancel once, or finish the request here if it was not posted."""
         if self.stage is Stage.NONE:
             self._finish(Outcome(FinishReason.ABORT, self._abort_cause or Cause.CLIENT))
         elif not self._cancel_sent:
@@ -253,7 +253,7 @@ class RequestProxy(generation.ReadableRequest):
             return  # over, or an earlier message was refused
         elif event_id in {f"create_{id}" for id in self._item_ids}:
             self._bad_message = self._with_place(error, str(event_id).removeprefix("create_"))
-            self._cancel()
+            self._post_cancel()
 
     def _with_place(self, error: EngineError, item_id: object) -> EngineError:
         """The error about this item, with its place in the call's arguments or in the history."""

@@ -243,14 +243,14 @@ class SessionProxy:
         """Session.end."""
         if self.end_cause is None:
             self.end_cause = cause
-        self._cancel_calls(Outcome(FinishReason.ABORT, cause))
+        self._finish_calls(Outcome(FinishReason.ABORT, cause))
         self.connection.close()
 
     def _on_connection_lost(self, error: EngineError) -> None:
         self._loss = error
-        self._cancel_calls(Outcome(FinishReason.ERROR, error=error))
+        self._finish_calls(Outcome(FinishReason.ERROR, error=error))
 
-    def _cancel_calls(self, outcome: Outcome) -> None:
+    def _finish_calls(self, outcome: Outcome) -> None:
         """Finish the request in flight with this outcome, and let the calls that wait raise the reason of the end."""
         if self._in_flight is not None:
             self._in_flight.end(outcome)

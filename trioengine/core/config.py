@@ -68,7 +68,7 @@ class WorkerConfig:
 class EngineConfig:
     """The engine's configuration; InvalidConfig names the field that cannot be used.
 
-    `model` is a name that `trioengine pull` knows, a .gguf file, a Hugging Face directory or a hub id. Times are in
+    `model` is a name that `trioengine pull` takes, a .gguf file, a Hugging Face directory or a hub id. Times are in
     seconds, memory in bytes.
     """
 

@@ -1,4 +1,4 @@
-"""Images as the engine knows them: parts of messages, data URLs, and runs of tile tokens in a prompt; never pixels."""
+"""Images as the engine handles them: parts of messages, data URLs, runs of tile tokens in a prompt; never pixels."""
 
 from __future__ import annotations
 

@@ -192,6 +192,11 @@ def check_overflow(overflow: object) -> Overflow:
     return cast("Overflow", overflow)
 
 
+def check_retention_ratio(ratio: object) -> float:
+    """Return the part of the limit to which a chat over it is shortened. Raises RequestRejected outside of 0 to 1."""
+    return _checked("retention_ratio", number, ratio, 0, 1)
+
+
 def prompt_limit(max_model_len: int, max_tokens: int | None) -> int:
     """Return how many tokens a prompt may have before its oldest turns are dropped.
 

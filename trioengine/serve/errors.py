@@ -32,9 +32,8 @@ _STATUS = {  # of refused requests, by code; others are 400
     "template_error": 422,
     "no_token_left": 422,
 }
-_ABORTED: Mapping[
-    Cause | None, str
-] = {  # the end of a message; the client itself has not aborted a request that it still waits for
+# The end of a message. The client itself has not aborted a request that it still waits for.
+_ABORTED: Mapping[Cause | None, str] = {
     Cause.CLIENT: "by an operator",
     Cause.ABORT_ALL: "by an operator, with all others",
     Cause.SHUTDOWN: "by the server's shutdown",

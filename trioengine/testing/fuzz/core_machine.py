@@ -142,7 +142,7 @@ class CoreMachine(Machine):
 
     @recorded(initialize, sessions=st.integers(1, SESSION_SLOTS), turns=st.integers(0, 2))
     def begin(self, sessions: int, turns: int) -> None:
-        """Mostly with sessions that the worker knows already."""
+        """Open sessions, most of them already added to the worker."""
         for _ in range(sessions):
             self._open()
             for _ in range(turns):

@@ -1,4 +1,4 @@
-"""The one room from which the fuzzer looks into the engine: only this module knows its parts and private attributes.
+"""Private state of the engine, for the fuzzer, whose other modules read no private attributes of it.
 
 Its functions read state that the public API does not show; events are in `actors.observer`. `inside_payloads` and
 `inside_server` are the same for payloads and for the server.

@@ -1,4 +1,4 @@
-"""The one room from which the fuzzer looks into payloads: only this module knows their parts and private attributes.
+"""Private state of payloads, for the fuzzer, whose other modules read no private attributes of them.
 
 Functions read their state; `PayloadEvents` has the methods that are called while a machine runs within `tapped`.
 """

@@ -1,4 +1,4 @@
-"""The one room from which the fuzzer looks into the server: only this module knows its parts and private attributes.
+"""Private state of the server, for the fuzzer, whose other modules read no private attributes of it.
 
 Functions read its state; `ServerEvents` has the methods that are called while a machine runs within `tapped`.
 """
