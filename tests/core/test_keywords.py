@@ -13,6 +13,7 @@ from trioengine.core.config import EngineOptions, merged_config
 from trioengine.core.sampling_params import (
     SamplingOptions,
     check_overflow,
+    check_retention_ratio,
     merged_params,
     prompt_limit,
     retained,
@@ -122,6 +123,17 @@ def test_another_policy_is_refused(overflow):
     with pytest.raises(RequestRejected, match="overflow must be 'refuse' or 'drop_oldest_turns', got") as refused:
         check_overflow(overflow)
     assert (refused.value.code, refused.value.param) == ("invalid_value", "overflow")
+
+
+def test_a_retention_ratio_is_a_part_of_the_limit():
+    assert [check_retention_ratio(ratio) for ratio in (0, 0.5, 1)] == [0, 0.5, 1]
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), "half", None, True])
+def test_another_retention_ratio_is_refused(ratio):
+    with pytest.raises(RequestRejected, match="retention_ratio must be ") as refused:
+        check_retention_ratio(ratio)
+    assert refused.value.param == "retention_ratio"
 
 
 @pytest.mark.parametrize(("max_tokens", "limit"), [(None, 384), (1, 511), (100, 412), (256, 256), (9999, 256)])
