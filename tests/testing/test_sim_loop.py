@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from trio import _threads
 from trio._core import _run
 
 from trioengine.aio.calls import whole_answer
@@ -26,22 +27,103 @@ def test_the_private_name_is_still_what_it_was():
     longer reach the scheduler. Look into trio/_core/_run.py for what shuffles a batch of tasks now."""
     assert callable(_run._r.shuffle), "trio._core._run._r is no random generator any more"
     assert _run._ALLOW_DETERMINISTIC_SCHEDULING, "trio does not sort its tasks, though hypothesis was imported"
+    assert callable(vars(_threads)["start_thread_soon"]), "to_thread.run_sync starts its threads by another name now"
+    assert callable(_threads._send_message_to_trio), "from_thread calls into trio by another name now"
 
 
-def test_a_pick_says_who_goes_first(loop):
-    order = []
+def started(loop, names="abc"):
+    """A list to which tasks with these names add them when they run."""
+    ran = []
 
-    async def say(name):
-        order.append(name)
+    async def run(name):
+        ran.append(name)
 
-    for name in "abc":
-        loop.start_soon(say, name, name=name)
-    loop.tick([1])
-    assert order == ["b", "c", "a"]
-    for name in "abc":
-        loop.start_soon(say, name, name=name)
+    for name in names:
+        loop.start_soon(run, name, name=name)
+    return ran
+
+
+def test_an_order_is_any_permutation_of_the_runnable_tasks(loop):
+    orders = []
+    for order in range(6):
+        ran = started(loop)
+        loop.tick(1, order)
+        orders.append("".join(ran))
+    assert orders == ["abc", "bac", "cab", "acb", "bca", "cba"]
+    ran = started(loop)
     loop.tick()
-    assert order[3:] == ["a", "b", "c"]
+    assert ran == ["a", "b", "c"]
+
+
+def test_an_order_goes_on_over_passes(loop):
+    """The digits that one pass leaves choose the next one's order; behind them tasks go in the order of their start."""
+    ran = []
+
+    async def run(name):
+        for _ in range(3):
+            ran.append(name)
+            await trio.lowlevel.checkpoint()
+
+    for name in "ab":
+        loop.start_soon(run, name, name=name)
+    loop.tick(3, 0b01)
+    assert "".join(ran) == "baabab"
+    loop.tick(1, 0b11)  # what is left of it does not disturb what comes after
+    ran = started(loop, "xy")
+    loop.tick()
+    assert ran == ["x", "y"]
+
+
+def test_a_seed_gives_random_orders_until_another(loop):
+    def orders(seed):
+        loop.reorder(seed)
+        for _ in range(40):
+            ran = started(loop)
+            loop.settle()
+            yield "".join(ran)
+
+    first = list(orders(1))
+    assert len(set(first)) == 6, "each permutation occurs"
+    assert list(orders(1)) == first != list(orders(2))
+    assert set(orders(0)) == {"abc"}
+
+
+def test_a_function_in_a_thread_runs_between_two_passes(loop):
+    loop.thread_passes = 3
+    ran = []
+
+    async def call():
+        ran.append(await trio.to_thread.run_sync(lambda: loop.passes))
+        with pytest.raises(KeyError):
+            await trio.to_thread.run_sync({}.__getitem__, 1)
+        ran.append("after the error")
+
+    loop.start_soon(call, name="call")
+    loop.settle()
+    assert ran == [5, "after the error"] and loop.idle and not loop.crashes
+
+
+def test_a_call_from_a_thread_into_trio_is_refused(loop):
+    async def call():
+        await trio.to_thread.run_sync(trio.from_thread.run_sync, print)
+
+    loop.start_soon(call, name="call")
+    loop.settle()
+    assert [type(error) for error in loop.crashes] == [RuntimeError] and loop.idle
+
+
+def test_a_thread_that_is_abandoned_disturbs_nobody(loop):
+    scope = trio.CancelScope()
+
+    async def call():
+        with scope:
+            await trio.to_thread.run_sync(print, abandon_on_cancel=True)
+
+    loop.start_soon(call, name="call")
+    loop.tick()
+    scope.cancel()
+    loop.settle()
+    assert loop.idle and not loop.crashes
 
 
 def test_settling_stops_where_everything_waits(loop):
@@ -120,7 +202,7 @@ def test_a_loop_that_is_given_up_leaves_nothing_behind():
                     await trio.lowlevel.checkpoint()
 
         loop.start_soon(spin, name="spin")
-        loop.tick([0] * 3)
+        loop.tick(3)
         with pytest.raises(Livelock, match="did not end"):
             loop.close(limit=20)
 

@@ -1,12 +1,14 @@
 """trio, a scheduler pass at a time, under the hand of a synchronous caller.
 
 Guest mode lets a host run trio's loop. The clock leaves no time to wait for I/O in a thread, so that
-every callback that trio queues is exactly one scheduler pass; and which of the runnable tasks goes first is given as
+every callback that trio queues is exactly one scheduler pass; and the order in which the runnable tasks go is given as
 data. No thread, no I/O, no wall clock: the same calls give the same steps.
 
-The one private name that a loop needs is `trio._core._run._r`, the random generator that trio itself registers with
-hypothesis in order to be deterministic under it; `tests/testing/test_sim_loop.py` fails if it changes. (To end a task
-that does not want to end takes three more, in `_give_up`.)
+`trio.to_thread.run_sync` needs no thread either: its function runs between two passes, `thread_passes` after the call.
+
+A loop needs three private names: `trio._core._run._r`, the random generator that trio itself registers with hypothesis
+in order to be deterministic under it, and two functions of `trio._threads`; `tests/testing/test_sim_loop.py` fails if
+they change. (To end a task that does not want to end takes three more, in `_give_up`.)
 """
 
 from __future__ import annotations
@@ -15,20 +17,23 @@ import gc
 import inspect
 import itertools
 import math
+import random
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import hypothesis  # noqa: F401 -- its import makes trio sort runnable tasks before it shuffles them
 import trio
-from outcome import Error, Outcome, Value
+from outcome import Error, Outcome, Value, capture
+from trio import _threads
 from trio._core import _run
 
-FIFO = (0,)
+FIFO = 0  # an order of tasks: that of their start
 _TRIO = str(Path(trio.__file__).parent)
 
 
@@ -67,7 +72,9 @@ class SimLoop:
         self.crashes: list[Exception] = []
         self.passes = 0
         self._todo: deque[Callable[[], object]] = deque()
-        self._picks = _Picks()
+        self.thread_passes = 1
+        self._order = _Order()
+        self._threads: list[_Thread] = []
         self._root_task: trio.lowlevel.Task | None = None
         self._outcome: Outcome[None] | None = None
         trio.lowlevel.start_guest_run(
@@ -77,7 +84,9 @@ class SimLoop:
             host_uses_signal_set_wakeup_fd=True,
             clock=self.clock,
         )
-        self._random, _run._r = _run._r, self._picks  # type: ignore[assignment]
+        self._random, _run._r = _run._r, self._order  # type: ignore[assignment]
+        self._threading = {name: vars(_threads)[name] for name in ("start_thread_soon", "_send_message_to_trio")}
+        vars(_threads).update(start_thread_soon=self._start_simulated, _send_message_to_trio=_refuse_call_from_thread)
         while self._root_task is None:
             self._pass()
 
@@ -88,7 +97,22 @@ class SimLoop:
         if self._outcome is not None:
             self._unwrap()
             raise RuntimeError("the loop is over")
+        if self._threads:
+            self._run_threads()
         self._todo.popleft()()
+
+    def _start_simulated(
+        self, function: Callable[[], Any], deliver: Callable[[Outcome[Any]], object], *_: object
+    ) -> None:
+        self._threads.append(_Thread(function, deliver, self.thread_passes))
+
+    def _run_threads(self) -> None:
+        """Run the functions whose time has come, each to its end; trio takes their results in after the next pass."""
+        self._threads = [thread for thread in self._threads if thread.passes_left >= 0]
+        for thread in self._threads:
+            thread.passes_left -= 1
+            if thread.passes_left < 0:
+                thread.deliver(capture(thread.function))
 
     def _unwrap(self) -> None:
         """Raise the error of the run, once. trio delivers a KeyboardInterrupt to a task, perhaps in a group."""
@@ -107,12 +131,12 @@ class SimLoop:
     @property
     def steps(self) -> int:
         """Of tasks, until now."""
-        return len(self._picks.names)
+        return len(self._order.names)
 
     @property
     def trace(self) -> int:
         """A checksum over the names of all tasks that ran, in order."""
-        return zlib.crc32(";".join(self._picks.names).encode())
+        return zlib.crc32(";".join(self._order.names).encode())
 
     def start_soon(self, function: Callable[..., Awaitable[Any]], *args: Any, name: str) -> None:
         """Start a task; its crash is collected, and does not disturb the others."""
@@ -124,20 +148,29 @@ class SimLoop:
         except Exception as exc:
             self.crashes.append(exc)
 
-    def tick(self, picks: Iterable[int] = FIFO) -> None:
-        """Run one pass for each pick: the index, in order of their start, of the runnable task that goes first."""
-        for pick in picks:
-            self._picks.first = pick
+    def tick(self, passes: int = 1, order: int = FIFO) -> None:
+        """Run scheduler passes.
+
+        The digits of `order` choose the permutation of the runnable tasks in each pass: the first digit, modulo the
+        number of tasks, is the index of the task that goes first, the next one that of the second among the rest. Where
+        no digits are left, the tasks go in the order of their start, or by the seed of `reorder`.
+        """
+        self._order.digits = order
+        for _ in range(passes):
             self._pass()
             self.passes += 1
-        self._picks.first = 0
+        self._order.digits = FIFO
+
+    def reorder(self, seed: int) -> None:
+        """From the next pass on, runnable tasks go in random orders from this seed; with 0 in that of their start."""
+        self._order.random = random.Random(seed) if seed else None
 
     def settle(self, limit: int = 2000) -> None:
         """Passes until every task is blocked. Livelock after `limit`."""
         for _ in range(limit):
             before = self.steps
             self.tick()
-            if self.steps == before:
+            if self.steps == before and not self._threads:
                 return
         raise Livelock(f"tasks were still running after {limit} passes:\n{self.stacks()}")
 
@@ -167,6 +200,7 @@ class SimLoop:
             raise Livelock(f"tasks did not end when cancelled:\n{stacks}")
         finally:
             _run._r = self._random
+            vars(_threads).update(self._threading)
 
     def _ends_within(self, limit: int) -> bool:
         for _ in range(limit):
@@ -193,20 +227,43 @@ class _GivenUp(BaseException):
     """Ends a task."""
 
 
-class _Picks:
+@dataclass
+class _Thread:
+    """A function that a task awaits in a thread."""
+
+    function: Callable[[], Any]
+    deliver: Callable[[Outcome[Any]], object]
+    passes_left: int
+
+
+def _refuse_call_from_thread(*_: object) -> NoReturn:
+    raise RuntimeError("trio.from_thread cannot call into trio here: threads are simulated, in the thread of the loop")
+
+
+class _Order:
     """Stands for trio's random numbers; trio takes tasks from the end of the batch that it has shuffled."""
 
     def __init__(self) -> None:
-        self.first = 0
+        self.digits = FIFO  # of the order: mixed-radix, as those of a permutation's Lehmer code
+        self.random: random.Random | None = None  # where no digits are left; None for the order of their start
         self.names: list[str] = []  # of the tasks that took a step
 
     def shuffle(self, batch: list[trio.lowlevel.Task]) -> None:
+        """Order the batch, which is in the order of the tasks' start."""
         if not batch:
             return
-        first = self.first % len(batch)
-        batch[:] = [*batch[first:], *batch[:first]]  # they were in the order of their start
+        if len(batch) > 1:
+            if self.digits:
+                self._permute(batch)
+            elif self.random is not None:
+                self.random.shuffle(batch)
         self.names += [task.name for task in batch]
         batch.reverse()
+
+    def _permute(self, batch: list[trio.lowlevel.Task]) -> None:
+        for place in range(len(batch) - 1):
+            self.digits, index = divmod(self.digits, len(batch) - place)
+            batch.insert(place, batch.pop(place + index))
 
 
 def _tasks_below(nursery: trio.Nursery) -> list[trio.lowlevel.Task]:

@@ -146,7 +146,7 @@ class EngineMachine(SessionsMachine):
     def stop_showing(self, which: int, media: str, passes: int, what: str) -> None:
         """A request with pictures is stopped on its way in."""
         reader = self._read(which, Style.ALL, SamplingParams(max_tokens=10), prompt="a", media=media)
-        self.loop.tick([0] * passes)
+        self.loop.tick(passes)
         self._stop_or_end(reader, what)
 
     @precondition(lambda self: self.shows and self.worker is not None and self.open_holders)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
@@ -37,6 +38,8 @@ SLOW = 5.0  # seconds of a slow step, which harms no request: longer than betwee
 WORKER_OUTAGES = ("hang", "stall", "slow step", "garbage", "nonsense", "close pipe", "fatal")
 HARMLESS = ("slow step",)  # of these
 MOST_APPS = 4  # at once
+ORDERS = math.factorial(7)  # of the tasks in a `tick`
+SEEDS = 1 << 10  # of random orders
 STARTS = ("starts fail", "start stalls")
 OUTAGES = ("abort all", "abort in flight", *WORKER_OUTAGES, *STARTS, "drain soon", "close", "cancel", "drain", "cancel")
 
@@ -69,10 +72,15 @@ class Environment(World):
 
     # ---- time, bytes, the worker's work ---------------------------------------------------------------------------
 
-    @recorded(passes=st.integers(1, 4), order=st.integers(0, 80))
+    @recorded(passes=st.integers(1, 4), order=st.integers(0, ORDERS - 1))
     def tick(self, passes: int, order: int) -> None:
-        """Run scheduler passes; the digits of `order` in base 3 choose the task that goes first in each."""
-        self.loop.tick((order // 3**index) % 3 for index in range(passes))
+        """Run scheduler passes, in which the tasks that can run go in this order."""
+        self.loop.tick(passes, order)
+
+    @recorded(seed=st.integers(0, SEEDS - 1))
+    def reorder(self, seed: int) -> None:
+        """From now on, to the end, the tasks that can run go in random orders; in that of their start if it is 0."""
+        self.loop.reorder(seed)
 
     @recorded(rounds=st.integers(1, 8))
     def flow(self, rounds: int) -> None:
