@@ -11,7 +11,8 @@ from mutants import MUTANTS
 
 from trioengine.cli import fuzz
 from trioengine.cli.app import run
-from trioengine.testing.fuzz.program import Program, ReplayFile
+from trioengine.testing.fuzz.engine_machine import EngineMachine
+from trioengine.testing.fuzz.program import Program, ReplayFile, pick
 from trioengine.testing.fuzz.runner import MACHINES
 
 INTERRUPTED = """
@@ -52,6 +53,47 @@ def test_what_is_found_is_kept_and_replayed(tmp_path, capsys):
     assert run(["fuzz", "--replay", str(keep)]) == 0, "the mutant is gone"
     replayed = capsys.readouterr()
     assert "blocks are counted" not in replayed.out and not replayed.err
+
+
+def test_the_first_lines_name_the_failure_and_its_place(tmp_path, capsys):
+    keep = tmp_path / "found.json"
+    with MUTANTS["F25"].active():
+        assert run(["fuzz", "--machine", "engine", "--keep", str(keep)]) == 1
+    error, place, *rest = capsys.readouterr().out.splitlines()
+    assert error.startswith("InvariantError: ") and "blocks are counted" in error
+    assert re.fullmatch(r"at /.*trioengine/.*\.py:\d+, in \w+", place)
+    first_screen = "\n".join(rest[:60])
+    assert "machine = EngineMachine()" in first_screen and "begin(ready=" in first_screen, "the program and its trace"
+    assert "Traceback" in "\n".join(rest), "behind these"
+
+
+def test_a_trace_is_shown_whole(tmp_path, capsys):
+    keep = tmp_path / "found.json"
+    begin = ("begin", {"ready": True, "sessions": 1, "turns": 0, "asks": 1, "thread_passes": 1})
+    keep.write_text(Program("EngineMachine", [begin, ("settle", {}), ("leave", {"which": 0, "what": "end"})]).to_json())
+    assert run(["fuzz", "--replay", str(keep), "--trace"]) == 0
+    trace = capsys.readouterr().out
+    for line in (
+        "engine, awake: close",
+        "worker 1001 <- ADD_SESSION session",
+        "session 1, preparing, detached: ",
+        "-> TOKENS session 1 request 2 length",
+        "leave(which=0, what='end')",
+        "  the end",
+    ):
+        assert line in trace, f"{line}\n{trace}"
+    assert run(["fuzz", "--replay", str(keep)]) == 0
+    assert "ADD_SESSION" not in capsys.readouterr().out
+
+
+def test_an_error_of_the_fuzzer_is_no_finding(tmp_path, capsys, monkeypatch):
+    keep = tmp_path / "found.json"
+    begin = ("begin", {"ready": True, "sessions": 0, "turns": 0, "asks": 0, "thread_passes": 1})
+    keep.write_text(Program("EngineMachine", [begin, ("settle", {})]).to_json())
+    monkeypatch.setattr(EngineMachine, "_check", lambda machine: pick([], 0))
+    assert run(["fuzz", "--replay", str(keep)]) == 3
+    output = capsys.readouterr().out
+    assert "the fuzzer itself failed: ZeroDivisionError" in output and "program.py" in output and "in pick" in output
 
 
 def test_other_versions_are_said(tmp_path, capsys):
@@ -97,7 +139,8 @@ def test_so_many_programs_and_no_finding(tmp_path, capsys):
         assert f"{machine}, seed 3: 2" in output
     number = r"[\d,]+ programs, [\d,]+ passes, [\d.]+ s"
     verdicts = "; ".join(f"{machine} {number}" for machine in MACHINES)
-    assert re.fullmatch(f"nothing found: {verdicts}", output.splitlines()[-1])
+    assert re.fullmatch(f"nothing found: {verdicts}", output.splitlines()[0])
+    assert "not reached" in output and "engine waking: left_alone" in output
     assert not keep.exists()
 
 

@@ -43,9 +43,9 @@ def hunt(mutant, seed, profile):
         print(f"{mutant.id}, seed {seed}: for another reason: {report.failure!r}", file=sys.stderr, flush=True)
         return None
     with silence():
-        _, failure = replayed(machine, report.program)
-    if failure is not None:
-        print(f"WITHOUT {mutant.id}, too: {failure}\n{report.program}", file=sys.stderr, flush=True)
+        without = replayed(machine, report.program)
+    if without.failure is not None:
+        print(f"WITHOUT {mutant.id}, too: {without.failure}\n{report.program}", file=sys.stderr, flush=True)
         return None
     return Found(report.programs_to_find, report.seconds_to_find, report.program.length, str(report.program))
 
@@ -83,9 +83,9 @@ def replay_with(mutant, path):
     """Run a kept program with the mutant; 1 if it fails."""
     program = ReplayFile.from_json(path.read_bytes()).program
     with silence(), mutant.active():
-        machine, failure = replayed(program.machine_in(MACHINES), program)
-    print(f"{len(program.steps)} rules, {machine.program.skipped} skipped, mutant {mutant.id}: {failure!r}")
-    return int(failure is not None)
+        found = replayed(program.machine_in(MACHINES), program)
+    print(f"{len(program.steps)} rules, {found.machine.program.skipped} skipped, mutant {mutant.id}: {found.failure!r}")
+    return int(found.failure is not None)
 
 
 def main(arguments=None):

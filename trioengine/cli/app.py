@@ -250,10 +250,11 @@ def fuzz(
     keep: Annotated[
         Path | None, typer.Option(help="Where the program that failed is kept. [default: fuzz-failure.json]")
     ] = None,
+    trace: Annotated[bool | None, typer.Option("--trace", help="Print the whole trace of a failure.")] = None,
 ) -> int:
     """Look for a program that breaks the engine's promises.
 
-    On a simulated worker; exit code 1 if there is one.
+    On a simulated worker; exit code 1 if there is one, 3 if the fuzzer itself fails.
     """
     try:
         from trioengine.cli.fuzz import run as run_fuzz
@@ -270,5 +271,6 @@ def fuzz(
         "replay": replay,
         "machine": machine,
         "keep": keep,
+        "trace": trace,
     }
     return run_fuzz({name: value for name, value in options.items() if value is not None})

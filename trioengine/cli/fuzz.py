@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ from rich.console import Console
 from rich.live import Live
 
 from trioengine.core.errors import InvalidConfig
+from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.program import ReplayFile, versions
 from trioengine.testing.fuzz.runner import MACHINES, PROFILES, Fuzzer, Report, replayed, silence
+from trioengine.testing.fuzz.trace import Trace, is_fuzzers_own, place
 
 KEEP = Path("fuzz-failure.json")
+FUZZER_FAILED = 3  # exit code
+TRACE_LINES = 25  # printed of a trace
 REFRESH = 0.25  # seconds between two lines of progress
 
 
@@ -49,9 +54,9 @@ def run(given: Mapping[str, Any]) -> int:
     if "replay" not in given:
         return fuzz(**given)
     for other in given:
-        if other != "replay":
+        if other not in ("replay", "trace"):
             raise InvalidConfig(f"--replay and --{other} do not go together")
-    return replay_file(given["replay"])
+    return replay_file(given["replay"], trace=given.get("trace", False))
 
 
 def fuzz(
@@ -62,8 +67,9 @@ def fuzz(
     profile: str = "quick",
     machine: str | None = None,
     keep: Path = KEEP,
+    trace: bool = False,
 ) -> int:
-    """Run the fuzzer, each machine for its share; 1 if it found something."""
+    """Run the fuzzer, each machine for its share; return 1 if it found something, 3 for an error of its own."""
     names = list(MACHINES) if machine is None else [_machine(machine)]
     if seconds is None and examples is None:
         seconds = 60.0
@@ -81,12 +87,20 @@ def fuzz(
                     fuzzer.run(examples=program_share, seconds=time_share)
             finally:  # also when interrupted
                 progress.close()
-                _show(fuzzer.report, keep)
+                reports.append(fuzzer.report)
+                if fuzzer.report.failure is not None:
+                    _show_failure(fuzzer.report, keep, MACHINES[name], trace=trace)
         if fuzzer.report.failure is not None:
-            return 1
-        reports.append(fuzzer.report)
-    print("nothing found:", "; ".join(map(_verdict, reports)))
-    return 0
+            break
+    else:
+        print("nothing found:", "; ".join(map(_verdict, reports)))
+    for report in reports:
+        _show_coverage(report)
+    return _exit_code(reports[-1].failure)
+
+
+def _exit_code(failure: Exception | None) -> int:
+    return 0 if failure is None else FUZZER_FAILED if is_fuzzers_own(failure) else 1
 
 
 def _check_writable(keep: Path) -> None:
@@ -104,14 +118,39 @@ def shares(total: int, parts: int) -> list[int]:
     return [max(1, (total + parts - 1 - index) // parts) for index in range(parts)]
 
 
-def _show(report: Report, keep: Path) -> None:
+def _show_failure(report: Report, keep: Path, machine: type[Machine], *, trace: bool) -> None:
+    """Print a report's failure, its program, its place and the end of its trace; keep the program."""
+    failure, program = report.failure, report.program
+    assert failure is not None and program is not None, "a failure has its program"
+    keep.write_text(program.to_json(seed=report.seed, found=str(failure)), encoding="utf-8")
+    _show_error(failure)
+    print(f"\n{program}\n")
+    with silence():
+        found = replayed(machine, program)
+    _show_trace(found.trace, whole=trace)
+    print("".join(traceback.format_exception(failure)))
+    print(f"replay it: trioengine fuzz --replay {keep}\n")
+
+
+def _show_error(failure: Exception) -> None:
+    own = "the fuzzer itself failed: " if is_fuzzers_own(failure) else ""
+    print(f"{own}{type(failure).__name__}: {failure}\nat {place(failure)}")
+
+
+def _show_trace(trace: Trace, *, whole: bool) -> None:
+    lines = trace.lines if whole else trace.lines[-TRACE_LINES:]
+    hidden = len(trace.lines) - len(lines)
+    print("  pass     time ", f"  the end of the trace; --trace prints {hidden} lines more" if hidden else "")
+    print("\n".join(lines), end="\n\n")
+
+
+def _show_coverage(report: Report) -> None:
+    """Print how often each state was reached, and which transitions of the lifecycle tables were not."""
     print(_summary(report))
     print("\n".join(f"{count:8} {state}" for state, count in sorted(report.coverage.items())))
-    failure, program = report.failure, report.program
-    if failure is not None and program is not None:
-        print(f"\n{type(failure).__name__}: {failure}\n\n{program}\n")
-        keep.write_text(program.to_json(seed=report.seed, found=str(failure)), encoding="utf-8")
-        print(f"trioengine fuzz --replay {keep}")
+    missed = sorted(MACHINES[report.machine].reachable - report.coverage.keys())
+    if missed:
+        print(f"not reached, {len(missed)} transitions:", *missed, sep="\n         ")
 
 
 def _machine(name: str) -> str:
@@ -122,27 +161,29 @@ def _machine(name: str) -> str:
     return short[name]
 
 
-def replay_file(path: Path) -> int:
-    """Run a kept program again; 1 if it still fails."""
+def replay_file(path: Path, *, trace: bool) -> int:
+    """Run a kept program again; return 1 if it still fails, 3 if the fuzzer itself does."""
     try:
         kept = ReplayFile.from_json(path.read_bytes())
         machine_type = kept.program.machine_in(MACHINES)
         with silence():
-            machine, failure = replayed(machine_type, kept.program)
+            found = replayed(machine_type, kept.program)
     except OSError as exc:
         raise InvalidConfig(f"{path}: {exc.strerror}") from exc
     except ValueError as exc:
         raise InvalidConfig(f"{path}: {exc}") from exc
     _compare(path, kept.versions)
-    skipped = machine.program.skipped
+    skipped = found.machine.program.skipped
     print(
         f"{len(kept.program.steps)} rules"
         f"{f', {skipped} skipped (not possible when their turn came)' if skipped else ''}, "
-        f"steps of tasks {machine.checksum}"
+        f"steps of tasks {found.machine.checksum}"
     )
-    if failure is not None:
-        print(f"{type(failure).__name__}: {failure}")
-    return int(failure is not None)
+    if found.failure is not None:
+        _show_error(found.failure)
+    if found.failure is not None or trace:
+        _show_trace(found.trace, whole=trace)
+    return _exit_code(found.failure)
 
 
 def _compare(path: Path, found_with: Mapping[str, str]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ from trioengine.core.wording import excerpt
 from trioengine.serve.errors import Problem
 from trioengine.serve.http import BadRequest, HttpRequest
 from trioengine.serve.http_connection import HttpConnection
+from trioengine.serve.ids import new_id
 
 logger = logging.getLogger("trioengine.access")
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
@@ -60,7 +60,7 @@ class ContextFilter(logging.Filter):
 def request_id(request: HttpRequest) -> str:
     """Return the client's id of the request, or a new one if it has none, or an unusable one."""
     given = request.header(HEADER)
-    return given.decode() if given is not None and _USABLE.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+    return given.decode() if given is not None and _USABLE.fullmatch(given) else new_id("req_")
 
 
 @contextmanager

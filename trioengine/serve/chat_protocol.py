@@ -6,8 +6,6 @@ Each field of a request is supported, ignored without harm, or refused by its na
 from __future__ import annotations
 
 import json
-import secrets
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii  # json.dumps of a string, without its set-up
@@ -19,6 +17,7 @@ from trioengine.core.image import image_url
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Chunk, Completion, Logprobs, Usage
 from trioengine.serve.errors import ClientError, Problem
+from trioengine.serve.ids import new_id, unix_time
 from trioengine.serve.parsing import (
     SAMPLING,
     as_served,
@@ -227,8 +226,8 @@ class ChatShape:
     model: str
     tokenizer: Tokenizer
     top_logprobs: int | None
-    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    id: str = field(default_factory=lambda: new_id("chatcmpl-"))
+    created: int = field(default_factory=unix_time)
 
     def whole(self, completion: Completion) -> bytes:
         """Render a chat.completion."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.serve.chat_protocol import check_model, parse_messages
 from trioengine.serve.errors import ClientError
 from trioengine.serve.http import HttpRequest, HttpResponse, json_response
+from trioengine.serve.ids import unix_time
 from trioengine.serve.parsing import flag_of, in_thread_if, is_number, known_fields, load_object, text_of
 from trioengine.text.conversation import Prompt, check_length
 
@@ -28,7 +28,7 @@ class Models:
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine = engine
         self._model = model
-        self._created = int(time.time())
+        self._created = unix_time()
 
     async def list(self, request: HttpRequest) -> HttpResponse:
         return json_response(200, {"object": "list", "data": [self._to_json()]})

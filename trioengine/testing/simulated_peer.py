@@ -40,9 +40,10 @@ class SimulatedPeer(abc.ABC):
     def __init__(self) -> None:
         self.stream = _ServerEnd(self)
         self.to_server = Wire(self._reach_server, BUFFERED, by_hand=True)
-        self.to_client = Wire(self._arrive, BUFFERED, by_hand=True)
+        self.to_client = Wire(self._reach_client, BUFFERED, by_hand=True)
         self.peer_state = PeerState.WELL
         self.was_reset = False
+        self.on_bytes: list[Callable[[str, bytes], None]] = []  # called with "->" or "<-", as bytes arrive
         self._inbox = self.stream.inbox
 
     # ---- the protocol -----------------------------------------------------------------------------------------------
@@ -138,7 +139,16 @@ class SimulatedPeer(abc.ABC):
 
     def _reach_server(self, data: bytes) -> None:
         if not self.stream.closed:
+            self._note("->", data)
             self._inbox.put_data(data)
+
+    def _reach_client(self, data: bytes) -> None:
+        self._note("<-", data)
+        self._arrive(data)
+
+    def _note(self, direction: str, data: bytes) -> None:
+        for note in self.on_bytes:
+            note(direction, data)
 
 
 class _ServerEnd(trio.abc.HalfCloseableStream):

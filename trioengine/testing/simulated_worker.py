@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import trio
@@ -50,6 +51,9 @@ class WorkerObserver:
     def handled(self, worker: SimulatedWorker, event: Handled, replies: list[FromWorker]) -> None:
         """The worker has handled it, and sends these replies."""
 
+    def sending(self, worker: SimulatedWorker, messages: Sequence[Message]) -> None:
+        """The worker sends these messages."""
+
     def dying(self, worker: SimulatedWorker) -> None:
         """The worker is about to be dead."""
 
@@ -67,10 +71,10 @@ class SimulatedWorker(SimulatedProcess):
         behaviour: Behaviour,
         *,
         by_hand: bool = False,
-        observer: WorkerObserver | None = None,
+        observers: Sequence[WorkerObserver] = (),
     ) -> None:
         super().__init__(pid, by_hand=by_hand)
-        self._observer = WorkerObserver() if observer is None else observer
+        self._observers = observers
         self.runner = ToyRunner(limits.block_size, limits.tile)
         self.decoder = SimulatedDecoder(toy_decode, self._report)
         self.core = EngineCore(self.runner, limits, trio.current_time, decoder=self.decoder)
@@ -116,7 +120,8 @@ class SimulatedWorker(SimulatedProcess):
 
     def exit(self, exit_code: int) -> None:
         if self.health is not Health.DEAD:
-            self._observer.dying(self)
+            for observer in self._observers:
+                observer.dying(self)
         super().exit(exit_code)
 
     # ---- by hand --------------------------------------------------------------------------------------------------
@@ -219,9 +224,11 @@ class SimulatedWorker(SimulatedProcess):
             if isinstance(message, StopSession):
                 self._stopped.add(message.request)
             try:
-                self._observer.handling(self, message)
+                for observer in self._observers:
+                    observer.handling(self, message)
                 replies = self.core.handle(message)
-                self._observer.handled(self, message, replies)
+                for observer in self._observers:
+                    observer.handled(self, message, replies)
                 self._send_all(replies)
                 self._check_payloads()
             except RemoteProtocolError as exc:
@@ -253,9 +260,12 @@ class SimulatedWorker(SimulatedProcess):
         )
 
     def _send_all(self, messages: list[FromWorker]) -> None:
+        if not self.reads:
+            return
+        for observer in self._observers:
+            observer.sending(self, messages)
         for message in messages:
-            if self.reads:
-                self.to_engine.put(self.connection.send(message))
+            self.to_engine.put(self.connection.send(message))
 
     def _turn_to(self, activity: Activity) -> None:
         if activity is not self._activity:

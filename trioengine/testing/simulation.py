@@ -71,7 +71,7 @@ class Simulation:
         self.stalled_starts = 0
         self.failing_seals: list[SealFailure] = []
         self.num_failed_seals = 0
-        self.observer = WorkerObserver()  # of the workers that are started from now on
+        self.observers: list[WorkerObserver] = []  # of all workers
         self.unpreparable: str | None = None  # prompts that contain this text cannot be tokenized
         self.poisoned: dict[int, int] = {}  # requests that kill each worker, and how many tokens they get before
         self._thread_threshold = thread_threshold
@@ -108,7 +108,7 @@ class Simulation:
         incarnation = len(self.workers)
         behaviour = self._behaviours[min(incarnation, len(self._behaviours) - 1)]
         worker = SimulatedWorker(
-            1001 + incarnation, self.limits, behaviour, by_hand=self._nursery is None, observer=self.observer
+            1001 + incarnation, self.limits, behaviour, by_hand=self._nursery is None, observers=self.observers
         )
         worker.runner.poisoned = self.poisoned
         self.workers.append(worker)

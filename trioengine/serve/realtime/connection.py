@@ -18,6 +18,7 @@ from trioengine.serve.access_log import SESSION
 from trioengine.serve.body import DisconnectCounter, log_disconnect
 from trioengine.serve.config import ConnectionLimits
 from trioengine.serve.errors import ClientError, OverBudget, Problem, problem_of
+from trioengine.serve.ids import new_id
 from trioengine.serve.limits import ALWAYS_TAKEN, Held, size_of
 from trioengine.serve.parsing import LONG_JSON, in_thread_if
 from trioengine.serve.realtime.events import (
@@ -35,7 +36,7 @@ from trioengine.serve.realtime.events import (
     parse,
 )
 from trioengine.serve.realtime.items import Items, chat_messages, size_of_messages
-from trioengine.serve.realtime.outbox import EVENT_FACTOR, Outbox, new_id, send_state_events
+from trioengine.serve.realtime.outbox import EVENT_FACTOR, Outbox, send_state_events
 from trioengine.serve.realtime.response import (
     ConversationResponses,
     OutOfBandResponses,
@@ -71,8 +72,8 @@ class RealtimeConnection:
         disconnects: DisconnectCounter,
         held: Held,
     ) -> None:
-        self.id = new_id("sess")
-        self._conversation_id = new_id("conv")
+        self.id = new_id("sess_")
+        self._conversation_id = new_id("conv_")
         self._engine = runner.engine
         self._websocket = websocket
         self._model = model

@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 
 from trioengine.actors.images import KeptImages
 from trioengine.serve.errors import ClientError
+from trioengine.serve.ids import new_id
 from trioengine.serve.limits import Held, size_of
 from trioengine.serve.parsing import shown
-from trioengine.serve.realtime.outbox import EVENT_FACTOR, new_id
+from trioengine.serve.realtime.outbox import EVENT_FACTOR
 from trioengine.text.messages import Turns
 
 MAX_ITEMS = 4096
@@ -53,7 +54,7 @@ class Item:
 
     role: Role
     _parts: list[Part]
-    id: str = field(default_factory=lambda: new_id("item"))
+    id: str = field(default_factory=lambda: new_id("item_"))
     status: ItemStatus = ItemStatus.COMPLETED
     _deltas: list[str] = field(default_factory=list)  # received since the text was last joined
     _kept: KeptImages | None = None  # while it is in a conversation

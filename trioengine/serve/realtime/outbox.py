@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from trioengine.actors.engine import Engine
 from trioengine.aio.concurrency import Notifier
 from trioengine.core.lifecycle import Power
 from trioengine.serve.errors import Problem
+from trioengine.serve.ids import new_id
 from trioengine.serve.limits import Held
 from trioengine.serve.realtime.settings import input_modalities
 from trioengine.serve.websocket import AcceptedWebSocket
@@ -39,11 +39,6 @@ SHOWN: Mapping[Power, str] = {  # the state in an engine.state event
 }
 
 
-def new_id(prefix: str) -> str:
-    """Return a new random id."""
-    return f"{prefix}_{secrets.token_hex(12)}"
-
-
 class DeltaTemplate:
     """Renders the fixed fields of events once, which then differ in their `delta`."""
 
@@ -60,7 +55,7 @@ class Outbox:
     def __init__(self, send_timeout: float, held: Held) -> None:
         self.held = held
         self._send_timeout = send_timeout
-        self._event_id = new_id("event")  # a prefix of event ids
+        self._event_id = new_id("event_")  # a prefix of event ids
         self._unsent: deque[TextMessage] = deque()  # long ones in parts
         self._size = 0  # characters, which are ASCII, of these and of the events being sent
         self._sequence_number = 0

@@ -23,9 +23,10 @@ from trioengine.core.types import Cause, Completion, FinishReason, Usage
 from trioengine.serve.access_log import REQUEST_ID, set_field
 from trioengine.serve.auth import salted
 from trioengine.serve.errors import ClientError, Problem, RequestAborted, problem_of
+from trioengine.serve.ids import new_id
 from trioengine.serve.limits import InFlight
 from trioengine.serve.realtime.items import Item, Items, ItemStatus, Role, num_turns, size_of_messages
-from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox, new_id
+from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox
 from trioengine.serve.realtime.settings import Truncation
 from trioengine.text.conversation import check_length, newest_turn
 from trioengine.text.messages import Turns
@@ -79,7 +80,7 @@ class Response:
     outbox: Outbox
     conversation_id: str | None
     items: Items | None  # of its conversation; None: out of band
-    id: str = field(default_factory=lambda: new_id("resp"))
+    id: str = field(default_factory=lambda: new_id("resp_"))
     status: ResponseStatus = ResponseStatus.IN_PROGRESS
     status_details: dict[str, Any] | None = None
     usage: dict[str, Any] | None = None

@@ -246,7 +246,8 @@ class PicturesEnvironment(Environment):
         super().__init__(make_engine)
         self.payloads = PayloadWatch(self.engine, self.simulation, self.loop.crashes, self.coverage.saw)
         self._taps.enter_context(inside_payloads.tapped(self.payloads))
-        self.simulation.observer = images = ImageStates(self.coverage.saw)
+        images = ImageStates(self.coverage.saw)
+        self.simulation.observers.append(images)
         self.engine.observers.append(images)
         self.faults.dropped = self.payloads.dropped
         self.shows = True

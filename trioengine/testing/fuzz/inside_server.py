@@ -5,6 +5,7 @@ Functions read its state; `ServerEvents` has the methods that are called while a
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 from trioengine.actors.generation import Generation
 from trioengine.actors.payload import Payload
+from trioengine.serve import ids
 from trioengine.serve.errors import OverBudget
 from trioengine.serve.limits import ByteBudget, ConnectionSlot, InFlight
 from trioengine.serve.realtime import outbox
@@ -149,6 +151,8 @@ def tapped(events: ServerEvents, *, room: int, at_once: int) -> Iterator[None]:
         (Outbox, "put_delta", inside.before(lambda outbox, *_: events.delta_put(outbox._size))),
         (outbox, "ROOM", lambda _: room),
         (outbox, "AT_ONCE", lambda _: at_once),
+        (ids, "random_hex", lambda _: map("{:024x}".format, itertools.count()).__next__),
+        (ids, "_clock", lambda _: lambda: 0.0),
     )
     handler = _ErrorHandler(events)
     logger = logging.getLogger("trioengine")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
+from typing import Any, ClassVar
 
 from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine
@@ -20,6 +22,7 @@ from trioengine.core.lifecycle import (
     PowerStage,
 )
 from trioengine.testing.fuzz.program import Program, RuleSwarm
+from trioengine.testing.fuzz.trace import Trace
 
 
 class Coverage(Observer):
@@ -70,7 +73,12 @@ class Finding(Exception):
 
 
 class Machine(RuleBasedStateMachine):
-    """Its rules are under `@recorded`. A failure, in a rule or in the end, is raised once: as a Finding."""
+    """Its rules are under `@recorded`. A failure, in a rule or in the end, is raised once: as a Finding.
+
+    `reachable` has the transitions of the lifecycle tables that its programs can take.
+    """
+
+    reachable: ClassVar[AbstractSet[str]] = frozenset()
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,6 +88,7 @@ class Machine(RuleBasedStateMachine):
         self.coverage = Coverage()
         self._taps = ExitStack()  # contexts that are left in the end
         self.finding: Finding | None = None
+        self.trace: Trace | None = None  # kept since `record`
         self.on_end: Callable[[Machine], None] | None = None  # called with the machine after every end
         self._interrupted = False
 
@@ -91,9 +100,19 @@ class Machine(RuleBasedStateMachine):
         return 0
 
     @property
+    def seconds(self) -> float:
+        """Simulated time that has passed."""
+        return 0.0
+
+    @property
     def checksum(self) -> str:
         """Equal in two runs that took the same steps."""
         return ""
+
+    def record(self) -> Trace:
+        """Begin a trace, before the first rule."""
+        self.trace = Trace(lambda: (self.passes, self.seconds))
+        return self.trace
 
     def _finish(self) -> None:
         """The end of a program in which nothing was found: all callers leave, and nothing may be left."""
@@ -102,6 +121,12 @@ class Machine(RuleBasedStateMachine):
         """Clean up, after a failure as well."""
 
     # ---- for hypothesis -------------------------------------------------------------------------------------------
+
+    def take_down(self, name: str, arguments: dict[str, Any]) -> None:
+        """Add a rule that is about to run to the program."""
+        self.program.steps.append((name, arguments))
+        if self.trace is not None:
+            self.trace.rule(name, arguments)
 
     def act(self, rule: Callable[[], None]) -> None:
         """Run a rule."""
@@ -112,6 +137,8 @@ class Machine(RuleBasedStateMachine):
         is_new = self.finding is None  # else it was reported by the rule that found it
         try:
             if is_new and not self._interrupted:
+                if self.trace is not None:
+                    self.trace.add("the end")
                 self._try(self._finish)
         finally:
             try:

@@ -177,7 +177,7 @@ def recorded(decorator: Callable[..., Any] = rule, **arguments: SearchStrategy[A
     def decorate(method: Method) -> Any:
         @functools.wraps(method)
         def run(self: Any, **values: Any) -> None:
-            self.program.steps.append((method.__name__, values))
+            self.take_down(method.__name__, values)
             self.act(functools.partial(method, self, **values))
 
         return decorator(**arguments)(run)

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity, settings
@@ -23,6 +23,7 @@ from trioengine.testing.fuzz.machine import Finding, Machine
 from trioengine.testing.fuzz.power_machine import PowerMachine
 from trioengine.testing.fuzz.program import BACKEND, ENVIRONMENT_RULES, Program, Step, replay, seed_choices
 from trioengine.testing.fuzz.realtime_machine import RealtimeMachine
+from trioengine.testing.fuzz.trace import Trace
 
 _ALL: tuple[type[Machine], ...] = (EngineMachine, PowerMachine, RealtimeMachine, HttpMachine, CoreMachine)
 MACHINES = {machine.__name__: machine for machine in _ALL}
@@ -191,14 +192,23 @@ class Fuzzer:
                 raise
 
 
-def replayed(make: Callable[[], Machine], program: Program) -> tuple[Machine, Exception | None]:
-    """Run a program on a fresh machine; return the machine, and the failure if there is one."""
+class Replayed(NamedTuple):
+    """A program that ran again on a fresh machine, and its failure if there is one."""
+
+    machine: Machine
+    failure: Exception | None
+    trace: Trace
+
+
+def replayed(make: Callable[[], Machine], program: Program) -> Replayed:
+    """Run a program on a fresh machine, with a trace. Raises ValueError for an unknown step."""
     machine = make()
+    trace = machine.record()
     try:
         replay(machine, program)
     except Finding as finding:
-        return machine, finding.error
-    return machine, None
+        return Replayed(machine, finding.error, trace)
+    return Replayed(machine, None, trace)
 
 
 @contextlib.contextmanager

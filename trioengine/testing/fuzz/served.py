@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable
 from typing import ClassVar, Generic, TypeVar
 
@@ -106,11 +107,12 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
     def __init__(self, make_engine: EngineFactory = make_engine) -> None:
         super().__init__(make_engine)
         self.clients: list[Client] = []
+        self._received = 0  # a checksum of all bytes that clients got
         self.listener = SimulatedListener()
         config = ServeConfig(max_connections=MAX_CLIENTS, max_buffered_bytes=self.max_buffered_bytes)
-        self.server = Server(self.engine, config)
         self.watch = ServerWatch(self.loop.crashes, self.coverage.saw, self.faults)
         self._taps.enter_context(inside_server.tapped(self.watch, room=ROOM, at_once=AT_ONCE))
+        self.server = Server(self.engine, config)
         self.server_call = Call("server", functools.partial(self.server.run, [self.listener]), ())
         self.loop.start_soon(self.server_call.run, name="server")
 
@@ -203,7 +205,18 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
             latest_first.sort(key=lambda client: not client.is_active)
         return latest_first
 
+    @property
+    def checksum(self) -> str:
+        return f"{super().checksum}:{self._received:08x}"
+
+    def _receive(self, direction: str, data: bytes) -> None:
+        if direction == "<-":
+            self._received = zlib.crc32(data, self._received)
+
     def _join(self, client: Client) -> None:
+        client.on_bytes.append(self._receive)
+        if self.trace is not None:
+            client.on_bytes.append(functools.partial(self.trace.bytes_arrived, len(self.clients) + 1))
         self.clients.append(client)
         self.listener.connect(client)
 

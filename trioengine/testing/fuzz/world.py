@@ -19,9 +19,10 @@ from trioengine.core.types import Cause
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.conversations import MAX_PAYLOADS, PAYLOAD_MEMORY
-from trioengine.testing.fuzz.machine import Machine
+from trioengine.testing.fuzz.machine import TABLE_STATES, Machine
 from trioengine.testing.fuzz.oracles import InjectedFaults, check_decided, check_limits
 from trioengine.testing.fuzz.request_log import AdmissionLog, RequestLog
+from trioengine.testing.fuzz.trace import Trace
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_process import SIGSEGV
 from trioengine.testing.simulated_worker import Health, SimulatedWorker
@@ -70,6 +71,7 @@ def make_engine(config: EngineConfig, ports: Ports) -> Engine:
 class World(Machine):
     """A machine without rules: runs an engine to rest and to its end, and checks it on the way."""
 
+    reachable = TABLE_STATES
     config = CONFIG
     limits = LIMITS
     horizon = 60.0  # seconds, past the longest timeout: tasks that wait then, wait forever
@@ -98,8 +100,18 @@ class World(Machine):
         return self.loop.passes
 
     @property
+    def seconds(self) -> float:
+        return self.loop.clock.current_time()
+
+    @property
     def checksum(self) -> str:
         return f"{self.loop.steps}:{self.loop.trace:08x}"
+
+    def record(self) -> Trace:
+        trace = super().record()
+        self.engine.observers.append(trace)
+        self.simulation.observers.append(trace)
+        return trace
 
     @property
     def worker(self) -> SimulatedWorker | None:

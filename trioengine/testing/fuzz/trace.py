@@ -1,0 +1,91 @@
+"""The trace of one program: its rules, the transitions, frames and bytes that followed, and the place of a failure."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from trioengine.actors.observer import Observer
+from trioengine.core.lifecycle import Attachment, Event, Phase, PowerEvent, PowerStage
+from trioengine.core.messages import WIRE_NAMES, Message, TokensRow
+from trioengine.testing.simulated_worker import Handled, SimulatedWorker, WorkerObserver
+
+_FUZZER = str(Path(__file__).parent)
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(trio.__file__).parent), "<")
+_MOST = 72  # characters of a value
+
+
+class Trace(Observer, WorkerObserver):
+    """Lines, each with the scheduler pass and the simulated time at which it was added."""
+
+    def __init__(self, now: Callable[[], tuple[int, float]]) -> None:
+        """`now` returns the number of passes that were run, and the time in seconds."""
+        self.lines: list[str] = []
+        self._now = now
+
+    def add(self, line: str) -> None:
+        passes, seconds = self._now()
+        self.lines.append(f"{passes:6} {seconds:8.2f} s  {line}")
+
+    def rule(self, name: str, arguments: Mapping[str, Any]) -> None:
+        """A rule begins."""
+        self.add(f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
+
+    def bytes_arrived(self, client: int, direction: str, data: bytes) -> None:
+        """Bytes of a client's connection arrive."""
+        self.add(f"  client {client} {direction} server: {len(data)} bytes {_short(data)}")
+
+    # ---- the engine -------------------------------------------------------------------------------------------------
+
+    def session_moved(self, actor: object, phase: Phase, attachment: Attachment, event: Event) -> None:
+        self.add(f"  session {getattr(actor, 'id', '?')}, {phase.value}, {attachment.value}: {event.value}")
+
+    def power_moved(self, stage: PowerStage, event: PowerEvent) -> None:
+        self.add(f"  engine, {stage.value}: {event.value}")
+
+    # ---- the worker -------------------------------------------------------------------------------------------------
+
+    def handling(self, worker: SimulatedWorker, event: Handled) -> None:
+        self.add(f"  worker {worker.pid} <- {_frame(event)}")
+
+    def sending(self, worker: SimulatedWorker, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self.add(f"  worker {worker.pid} -> {_frame(message)}")
+
+    def dying(self, worker: SimulatedWorker) -> None:
+        self.add(f"  worker {worker.pid} dies")
+
+
+def _frame(message: object) -> str:
+    parts = [WIRE_NAMES.get(type(message), type(message).__name__).upper()]
+    for row in getattr(message, "rows", [message]):
+        parts += [f"{key} {getattr(row, key)}" for key in ("session", "request") if hasattr(row, key)]
+        if isinstance(row, TokensRow) and row.finish_reason is not None:
+            parts.append(row.finish_reason.value)
+    return " ".join(parts)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST else f"{text[:_MOST]}..."
+
+
+def place(error: BaseException) -> str:
+    """The innermost line of the error's traceback that is not a library's."""
+    frames = _own_frames(error)
+    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else "an unknown place"
+
+
+def is_fuzzers_own(error: BaseException) -> bool:
+    """Whether the error is a bug of the fuzzer's: it comes from the fuzzer's code, and is not a failed assertion."""
+    frames = _own_frames(error)
+    return bool(frames) and not isinstance(error, AssertionError) and frames[-1].filename.startswith(_FUZZER)
+
+
+def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
