@@ -30,6 +30,7 @@ from trioengine.core.sampling_params import Overflow, SamplingParams
 from trioengine.core.types import Cause, Chunk, Completion
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.conversations import Turn, check_dropped, content_of, media_of
+from trioengine.testing.fuzz.faults import Life
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, check_not_admitted, check_refused
 from trioengine.testing.toy_model import PreparationFailed
 
@@ -56,6 +57,7 @@ class Oops(Exception):
 class SessionHolder:
     """A task that opens a session and holds it until `leave` is set."""
 
+    life: Life
     engine: Engine
     wait: bool | None
     timeout: float | None = None
@@ -95,6 +97,7 @@ class SessionHolder:
             self.error = exc
         finally:
             self.over = True
+            self.life.end()
 
     def end(self) -> None:
         """End the session, if it was opened."""
@@ -122,6 +125,7 @@ class SessionHolder:
 class Reader:
     """A task with one request of a session."""
 
+    life: Life
     holder: SessionHolder
     prompt: str
     params: SamplingParams
@@ -178,6 +182,7 @@ class Reader:
             pass
         finally:
             self.over = True
+            self.life.end()
 
     async def _read(self, generation: Generation) -> None:
         if self.style is Style.STALLED:
@@ -187,6 +192,7 @@ class Reader:
         if self.style is Style.RESULT:
             completion = await generation.result()
             assert completion.cause is not Cause.TIMEOUT, "its timeout has ended it, and no error was raised"
+            assert generation.outcome is not None, f"{generation} has no outcome, and result() returned"
             assert completion == generation.completion, "result() is the completion"
             return
         while (chunk := await self._next(generation)) is not None:
@@ -239,6 +245,7 @@ def check_timed_out(error: TimedOut, generation: Generation | None) -> None:
     """It is raised of a request that its timeout has ended."""
     assert generation is not None, "only a request can time out"
     assert inside.is_timed_out(generation), f"{generation} ended otherwise, and got {error!r}"
+    assert generation.outcome is not None, f"{generation} has no outcome, and raised {error!r}"
     assert partial_of(error) == generation.completion, (
         f"{error.completion} is not the completion: {generation.completion}"
     )
@@ -251,6 +258,7 @@ Task = TypeVar("Task", SessionHolder, Reader)
 class Call:
     """A task that awaits one call; `allowed` are the errors that are documented for it."""
 
+    life: Life
     name: str
     function: Callable[[], Awaitable[Any]]
     allowed: tuple[type[EngineError], ...]
@@ -273,6 +281,7 @@ class Call:
             self.error = exc
         finally:
             self.over = True
+            self.life.end()
 
 
 def latest_first(tasks: list[Task]) -> list[Task]:

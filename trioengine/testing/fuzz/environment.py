@@ -15,9 +15,9 @@ from trioengine.actors.engine import Engine
 from trioengine.core.connection import Connection
 from trioengine.core.errors import EngineError
 from trioengine.core.messages import Fatal, FatalCode
-from trioengine.core.types import Cause
 from trioengine.testing.fuzz import inside, inside_payloads
 from trioengine.testing.fuzz.callers import Call
+from trioengine.testing.fuzz.faults import Harm
 from trioengine.testing.fuzz.oracles import (
     check_books,
     check_call,
@@ -145,10 +145,10 @@ class Environment(World):
             case "abort all" | "abort in flight":
                 self._abort_all(keep_waiting=way == "abort in flight")
             case "starts fail":
-                self.faults.workers = True
+                self.faults.begin(Harm.WORKERS)
                 self.simulation.failing_starts = 2
             case "start stalls":
-                self.faults.workers = True
+                self.faults.begin(Harm.WORKERS)
                 self.simulation.stalled_starts = 1
             case "drain" | "drain soon":
                 self._begin_drain(self._drain, None if way == "drain" else 0.5)
@@ -175,7 +175,7 @@ class Environment(World):
                 worker.say(bytes.fromhex("0300000081a16101"))
 
     def _abort_all(self, *, keep_waiting: bool) -> None:
-        self.faults.causes.add(Cause.ABORT_ALL)
+        self.faults.strike(Harm.ABORT_ALL)
         in_flight = {inside.request_of(session) for session in inside.sessions(self.engine)}
         due = num_going(self.engine, with_waiting=not keep_waiting)
         ended = self.engine.abort_all(keep_waiting=keep_waiting)
@@ -213,7 +213,7 @@ class Environment(World):
     # ---- helpers --------------------------------------------------------------------------------------------------
 
     def _begin_drain(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
-        self.faults.closing = True
+        self.faults.begin(Harm.CLOSING)
         if timeout is not None:
             self._excuse_shutdown()
         self._call("drain", functools.partial(self._judged, drain, timeout), (), timeout)
@@ -317,6 +317,22 @@ class PicturesEnvironment(Environment):
         super()._check()
         if self.is_well:
             self.payloads.check_at_rest()
+            self._end_faults()
+
+    def _end_faults(self) -> None:
+        """Nothing moves, and the worker is well: injected faults have no more effects, but for those that wait."""
+        waiting = self.simulation.failing_starts or self.simulation.stalled_starts or self._worker().payloads.fails_next
+        poisoned = any(request.id in self.faults.poisoned for _, request in inside.requests(self.engine))
+        if not waiting and not poisoned:
+            self.faults.end(Harm.WORKERS)
+        if self._is_sleep_over:
+            self.faults.end(Harm.SLEEP)
+            self.faults.end(Harm.SLEEPS_ABORT)
+
+    @property
+    def _is_sleep_over(self) -> bool:
+        """At rest: whether nothing sleeps, and no call may still put the engine to sleep."""
+        return not self.engine.power.asleep and not inside.is_change_pending(self.engine)
 
     def _finish(self) -> None:
         super()._finish()

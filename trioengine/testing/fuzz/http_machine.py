@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.core.lifecycle import Phase
-from trioengine.core.types import Cause, FinishReason
+from trioengine.core.types import FinishReason
 from trioengine.testing.fuzz import inside, inside_server
 from trioengine.testing.fuzz.conversations import (
     FILES,
@@ -27,7 +27,8 @@ from trioengine.testing.fuzz.conversations import (
     prompt_of,
     reference,
 )
-from trioengine.testing.fuzz.oracles import InjectedFaults, check_worker
+from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
+from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.served import WHICH, ServedEnvironment
 from trioengine.testing.fuzz.world import LIMITS
@@ -49,6 +50,7 @@ class Operation(NamedTuple):
 class _Exchange:
     """A request, and its response so far."""
 
+    life: Life
     content: Content  # of the only message
     max_tokens: int
     streams: bool
@@ -95,7 +97,7 @@ class HttpClient(SimulatedPeer):
 
     def ask(self, content: Content, max_tokens: int, streams: bool) -> None:
         """A request, whatever is in progress."""
-        self._send(_Exchange(content, max_tokens, streams))
+        self._send(_Exchange(Life(self._faults), content, max_tokens, streams))
 
     def abort(self, id: str) -> None:
         """As an operator: end a request, of whichever client."""
@@ -106,7 +108,7 @@ class HttpClient(SimulatedPeer):
         self._operate(Operation(target, {}))
 
     def _operate(self, operation: Operation) -> None:
-        self._send(_Exchange("", 0, streams=False, operation=operation))
+        self._send(_Exchange(Life(self._faults), "", 0, streams=False, operation=operation))
 
     def _send(self, exchange: _Exchange) -> None:
         self._exchanges.append(exchange)
@@ -180,12 +182,12 @@ class HttpClient(SimulatedPeer):
         ):
             return
         if exchange.operation is not None:
-            self._judge_refusal(exchange.operation, error)
+            self._judge_refusal(exchange.operation, error, exchange.life)
             return
         code = error["code"]
         too_long = code == "context_length_exceeded" and self._room(exchange) <= 0
         is_bad = too_long or is_refused(code, exchange.content) or self._is_failed(exchange, code)
-        assert is_bad or self._faults.excuse(code), f"nothing may fail by {error}"
+        assert is_bad or self._faults.excuse(code, exchange.life), f"nothing may fail by {error}"
 
     def _is_failed(self, exchange: _Exchange, code: str) -> bool:
         return is_failed(code, exchange.turns, self._faults.dropped)
@@ -197,11 +199,11 @@ class HttpClient(SimulatedPeer):
         told = answer["is_sleeping"], bool(answer["tags"]), answer["level"] is not None
         assert len(set(told)) == 1, f"{operation.target} is answered by {answer}"
 
-    def _judge_refusal(self, operation: Operation, error: dict[str, Any]) -> None:
+    def _judge_refusal(self, operation: Operation, error: dict[str, Any], life: Life) -> None:
         assert operation.target != ABORT_PATH, f"an abort is refused by {error}"
         is_loading = error["message"] == "the engine is loading"
         sleeps_deeper = error["message"].startswith("it sleeps at level 2")
-        troubled = self._faults.closing or self._faults.workers
+        troubled = self._faults.hit(life, Harm.CLOSING, Harm.WORKERS)
         assert error["code"] == "transition_failed" or self._faults.closing, f"{operation.target}: {error}"
         assert is_loading or sleeps_deeper or troubled, f"{operation.target} is refused by {error}"
 
@@ -216,7 +218,7 @@ class HttpClient(SimulatedPeer):
             if "error" in event:
                 code = event["error"]["code"]
                 is_bad = self._is_failed(exchange, code)
-                assert is_bad or self._faults.excuse(code), f"nothing may fail by {event}"
+                assert is_bad or self._faults.excuse(code, exchange.life), f"nothing may fail by {event}"
                 self._judge_part(exchange, text)
                 return
             (choice,) = event["choices"]
@@ -314,7 +316,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     @recorded(which=WHICH, how=st.sampled_from(SWITCHES), rounds=st.sampled_from((0, 0, 6, 12)))
     def switch(self, which: int, how: str, rounds: int) -> None:
         """An operator puts the engine to sleep, or wakes it, and may not wait for the answer."""
-        self.faults.causes.add(Cause.SLEEP)
+        self.faults.begin(Harm.SLEEP)
         idle = [client for client in self.speakers if not client.is_active]
         pick(idle or self.speakers, which).switch(how)
         if rounds:
@@ -324,6 +326,10 @@ class HttpMachine(ServedEnvironment[HttpClient]):
 
     def _connect(self) -> None:
         self._join(HttpClient(self.server.model_name, LIMITS.max_model_len, self.faults))
+
+    @property
+    def _is_sleep_over(self) -> bool:
+        return super()._is_sleep_over and not any(client.is_active for client in self.clients)
 
     def _check_blocked(self) -> None:
         super()._check_blocked()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 
 import trio
 
@@ -38,42 +37,8 @@ from trioengine.testing.fuzz.conversations import (
     prompt_of,
     shortened,
 )
+from trioengine.testing.fuzz.faults import Harm, InjectedFaults
 from trioengine.testing.simulated_worker import SimulatedWorker
-from trioengine.testing.toy_model import TOY_PATH
-
-
-@dataclass
-class InjectedFaults:
-    """The harm that was done until now."""
-
-    workers: bool = False  # one was harmed, or could not be started
-    closing: bool = False  # nothing more is admitted
-    causes: set[Cause] = field(default_factory=set)  # by which others than its reader may have aborted a request
-    requests: set[int] = field(default_factory=set)  # that the worker is to fail
-    operators: bool = False  # one has ended a request
-    wakes: bool = False  # a worker is to fail one
-    sleeps_abort: bool = False  # a sleep or an update may abort requests that have begun
-    poisoned: Mapping[int, int] = field(default_factory=dict)  # requests, and how many tokens they get
-    dropped: AbstractSet[bytes] = frozenset()  # images that made room for others
-    deaths: int = 0  # of workers
-    retired: int = 0  # of these, as it was asked to sleep deeper
-    paths: list[str] = field(default_factory=lambda: ["", TOY_PATH])  # of the weights, by their version
-
-    def excuse(self, code: str) -> bool:
-        """Whether a client of a server may get this code."""
-        match code:
-            case "overloaded":
-                return True
-            case "aborted":
-                return self.operators
-            case "asleep":
-                return Cause.SLEEP in self.causes
-            case "worker_lost":
-                return self.workers
-            case "shutting_down" | "shutdown":
-                return self.closing or self.workers  # the engine may have given up
-            case _:
-                return code in {cause.value for cause in self.causes}
 
 
 def check_books(engine: Engine) -> None:
@@ -144,7 +109,7 @@ def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults) -> 
         too_long = len(prompt) >= max_model_len
         match outcome.error:
             case WorkerLost():
-                assert faults.workers, f"no worker was harmed, and {outcome.error!r}"
+                assert faults.hit(reader.life, Harm.WORKERS), f"no worker was harmed, and {outcome.error!r}"
                 _check_lost(reader, generation, faults)
             case RequestRejected() as error:
                 assert too_long or check_failed_image(error, generation, turns), f"nothing was wrong, and {expected}"
@@ -154,13 +119,13 @@ def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults) -> 
                 assert isinstance(error, EngineClosed), f"a request ends with {expected}"
                 assert faults.closing, f"the engine was not closed, and {expected}"
         return
-    causes = faults.causes | reader.causes
+    causes = faults.causes(reader.life) | reader.causes
     check_answer(generation.completion, prompt, reader.params, max_model_len, causes, faults.paths, images)
     if generation.completion.token_ids:
         found_turns = generation.completion.dropped_turns
         assert found_turns == dropped_turns, f"{found_turns} turns are dropped, {dropped_turns} are too many"
     if outcome.cause is Cause.SLEEP and inside.num_tokens(generation):
-        assert faults.sleeps_abort, f"no sleep aborts requests, and it has begun: {generation}"
+        assert faults.hit(reader.life, Harm.SLEEPS_ABORT), f"no sleep aborts requests, and it has begun: {generation}"
 
 
 def _check_lost(reader: Reader, generation: Generation, faults: InjectedFaults) -> None:
@@ -191,9 +156,10 @@ def _check_refusal(reader: Reader, max_model_len: int, faults: InjectedFaults) -
         case SessionEnded():
             assert reader.holder.gave_up, f"the session was not ended, and {error!r}"
         case EngineClosed():
-            assert faults.closing or faults.workers, f"the engine was not closed, and {error!r}"
+            may_end = faults.hit(reader.life, Harm.CLOSING, Harm.WORKERS)
+            assert may_end, f"the engine was not closed, and {error!r}"
         case WorkerLost():
-            assert faults.workers, f"no worker was harmed, and {error!r}"
+            assert faults.hit(reader.life, Harm.WORKERS), f"no worker was harmed, and {error!r}"
         case None | TimedOut():  # judged where it was raised
             pass
         case _:  # judged where it was raised
@@ -204,10 +170,11 @@ def check_call(call: Call, faults: InjectedFaults) -> None:
     """The error of a call has its reason in the injected faults; refusals are judged elsewhere."""
     match call.error:
         case EngineClosed():
-            assert faults.closing or faults.workers, f"the engine was not closed, and {call.name}: {call.error!r}"
+            may_end = faults.hit(call.life, Harm.CLOSING, Harm.WORKERS)
+            assert may_end, f"the engine was not closed, and {call.name}: {call.error!r}"
         case WorkerLost():
-            ended = faults.workers or faults.retired or faults.closing  # its last frames have a moment to arrive
-            assert ended, f"no worker was harmed, and {call.name}: {call.error!r}"
+            may_end = faults.hit(call.life, Harm.CLOSING, Harm.WORKERS)  # its last frames have a moment to arrive
+            assert may_end or faults.retired, f"no worker was harmed, and {call.name}: {call.error!r}"
 
 
 def check_deadline(reader: Reader) -> None:
@@ -232,7 +199,9 @@ def check_holder(holder: SessionHolder, faults: InjectedFaults) -> None:
     session = holder.session
     if session is None:
         if isinstance(holder.error, SessionEnded):
-            assert Cause(holder.error.cause) in faults.causes, f"it was not ended in the line, and {holder.error!r}"
+            assert Cause(holder.error.cause) in faults.causes(holder.life), (
+                f"it was not ended in the line, and {holder.error!r}"
+            )
         return
     assert not holder.left or session.end_cause is not None, f"{session} was left and has not ended"
     match session.end_cause:

@@ -15,10 +15,10 @@ from trioengine.core.errors import EngineAsleep, TransitionFailed
 from trioengine.core.lifecycle import Power
 from trioengine.core.power import ALL_TAGS, Tag, TagName
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.types import Cause
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Style
 from trioengine.testing.fuzz.engine_machine import EngineMachine
+from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.fuzz.oracles import check_line
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.sessions_machine import WHICH
@@ -38,6 +38,7 @@ class Change:
     arguments: tuple[Any, ...]
     closes: bool  # admission, while it is not done
     made: Any
+    life: Life
 
     @property
     def over(self) -> bool:
@@ -52,7 +53,8 @@ class Change:
 class Changes(Observer):
     """All changes of one engine, and a model of its state: sleeping tags, level of the sleep, and weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, faults: InjectedFaults) -> None:
+        self._faults = faults
         self.requested: list[Change] = []
         self.asleep: frozenset[Tag] = frozenset()
         self.level = 0
@@ -75,7 +77,7 @@ class Changes(Observer):
         assert self._expected is not None and isinstance(change, inside.PowerChange), "machines announce changes"
         name, arguments = self._expected
         self._expected = None
-        self.requested.append(Change(name, arguments, name in CLOSING, change))
+        self.requested.append(Change(name, arguments, name in CLOSING, change, Life(self._faults)))
 
     @property
     def may_be_closed(self) -> bool:
@@ -154,7 +156,7 @@ class PowerMachine(EngineMachine):
 
     def __init__(self, make_engine: EngineFactory = make_engine) -> None:
         super().__init__(make_engine)
-        self.changes = Changes()
+        self.changes = Changes(self.faults)
         self.engine.observers += [self.changes, _Admissions(self)]
         self._ends_line = False  # the change that is requested in this step empties the lines
         self.faults.paths = self.changes.paths
@@ -191,7 +193,7 @@ class PowerMachine(EngineMachine):
     def fail_wake(self) -> None:
         """The next wake fails."""
         self._worker().runner.fail_wakes += 1
-        self.faults.wakes = True
+        self.faults.begin(Harm.WAKES)
 
     @precondition(lambda self: self.open_holders)
     @recorded(which=WHICH, others=st.integers(0, 1), num_tokens=st.sampled_from((0, 0, 1, 3)))
@@ -203,18 +205,18 @@ class PowerMachine(EngineMachine):
                 self.loop.settle()
         generation = self.readers[-1].generation
         if generation is not None and self.readers[-1].entered:
-            self.faults.workers = True
+            self.faults.begin(Harm.WORKERS)
             self.simulation.poisoned[generation.request_id] = num_tokens
 
     # ---- overrides --------------------------------------------------------------------------------------------------
 
     def _excuse_aborts(self, mode: str) -> float | None:
         """A request in preparation is aborted in every mode. Returns the timeout."""
-        self.faults.causes.add(Cause.SLEEP)
+        self.faults.begin(Harm.SLEEP)
         if self.faults.closing:  # a drain during a change aborts suspended requests
-            self.faults.causes.add(Cause.SHUTDOWN)
+            self.faults.begin(Harm.SHUTDOWN)
         if mode != "keep":
-            self.faults.sleeps_abort = True
+            self.faults.begin(Harm.SLEEPS_ABORT)
         return 0.5 if mode == "wait soon" else None
 
     def _change(self, name: str, call: Callable[[], Awaitable[None]], *arguments: Any, ends_line: bool = False) -> None:
@@ -235,7 +237,7 @@ class PowerMachine(EngineMachine):
         self._learn()
         changes = self.changes
         if changes.asleep or changes.running or any(call.name in CHANGES for call in self.running_calls):
-            self.faults.causes.add(Cause.SHUTDOWN)
+            self.faults.begin(Harm.SHUTDOWN)
         super()._begin_drain(drain, timeout)
 
     def _learn(self) -> None:
@@ -243,9 +245,9 @@ class PowerMachine(EngineMachine):
 
     def _excuse(self, change: Change) -> bool:
         """Whether a change may have failed."""
-        if self.faults.closing or self.faults.workers or inside.power(self.engine) is Power.LOADING:
-            return True
-        return change.name in ("wake", "update") and self.faults.wakes
+        harms = (Harm.WAKES,) if change.name in ("wake", "update") else ()
+        may_fail = self.faults.hit(change.life, Harm.CLOSING, Harm.WORKERS, *harms)
+        return may_fail or inside.power(self.engine) is Power.LOADING
 
     def _check(self) -> None:
         self._learn()
@@ -260,6 +262,11 @@ class PowerMachine(EngineMachine):
         if worker is not None and worker.health is Health.WELL and inside.has_worker(self.engine):
             found = worker.runner.asleep, worker.runner.path
             assert found == (changes.asleep, changes.paths[-1]), f"the worker has {found}, the engine is {state}"
+
+    @property
+    def _is_sleep_over(self) -> bool:
+        is_called = any(call.name in CHANGES for call in self.running_calls)
+        return super()._is_sleep_over and not self.changes.running and not is_called
 
     def _check_stuck(self) -> None:
         """At rest with a healthy worker, every change is done."""

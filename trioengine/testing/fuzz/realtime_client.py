@@ -26,7 +26,7 @@ from trioengine.testing.fuzz.conversations import (
     shortened,
     text_of,
 )
-from trioengine.testing.fuzz.oracles import InjectedFaults
+from trioengine.testing.fuzz.faults import InjectedFaults, Life
 from trioengine.testing.simulated_peer import PeerState, SimulatedClient
 
 
@@ -52,6 +52,7 @@ class FollowedResponse:
         contents: Mapping[str, Content],
         max_model_len: int,
         faults: InjectedFaults,
+        life: Life,
         *,
         is_truncated: bool,
     ) -> None:
@@ -67,6 +68,7 @@ class FollowedResponse:
         self._prompt, self._images = prompt_of(self._turns)
         self._room = max_model_len - len(self._prompt)
         self._faults = faults
+        self._life = life
         self._text = ""
 
     def add(self, delta: str) -> None:
@@ -98,7 +100,7 @@ class FollowedResponse:
             case "failed":
                 code = response["status_details"]["error"]["code"]
                 assert self.error["code"] == code, f"it failed by {code}, the error before it was {self.error}"
-                is_excused = expected is None or self._faults.excuse(code)
+                is_excused = expected is None or self._faults.excuse(code, self._life)
                 assert is_excused or self._is_failed_by_an_image(code), f"nothing may fail by {self.error}"
             case "cancelled":
                 assert self.asked.may_be_cancelled, "it was not cancelled"
@@ -138,6 +140,7 @@ class RealtimeClient(SimulatedClient):
         self._ids = itertools.count(1)
         self._owed: dict[str, str] = {}  # events without an answer yet: event id -> type
         self._asked: dict[str, Asked] = {}  # of these, the responses
+        self._lives: dict[str, Life] = {}  # of all events that it has sent
         self._said: dict[str, Content] = {}  # and the contents of the items
         self._is_dropped = False  # one of its messages
 
@@ -155,6 +158,7 @@ class RealtimeClient(SimulatedClient):
         """Send an event of at least so many bytes, which is answered; returns its id."""
         id = f"e{next(self._ids)}"
         self._owed[id] = name
+        self._lives[id] = Life(self._faults)
         self.send(json.dumps({"type": name, "event_id": id, **fields}).ljust(size))
         return id
 
@@ -270,16 +274,16 @@ class RealtimeClient(SimulatedClient):
             del self._owed[id]
             asked = self._asked.pop(id, None)
             refused = asked.input or () if asked is not None else (("user", self._said.pop(id, "")),)
-            self._check_refused(error["code"], [content for _, content in refused])
+            self._check_refused(error["code"], [content for _, content in refused], self._lives[id])
         for response in self.responses.values():
             if response.event_id == id:
                 response.error = error
 
-    def _check_refused(self, code: str, contents: list[Content]) -> None:
+    def _check_refused(self, code: str, contents: list[Content], life: Life) -> None:
         """An event with pictures is refused where one of them is bad, or where they exceed the budget."""
         if any(pictures_of(content) for content in contents) and code not in _REFUSALS:
             is_bad = any(is_refused(code, content) for content in contents)
-            assert is_bad or self._faults.excuse(code), f"{contents} is refused by {code}"
+            assert is_bad or self._faults.excuse(code, life), f"{contents} is refused by {code}"
 
     def _insert(self, item: dict[str, Any], content: Content, previous: str | None) -> None:
         assert item["id"] not in self.items, f"item {item['id']} is added twice"
@@ -302,6 +306,7 @@ class RealtimeClient(SimulatedClient):
             {id: content for id, (_, content) in self.items.items()},
             self._max_model_len,
             self._faults,
+            self._lives[event_id],
             is_truncated=self.truncation == "auto",
         )
         assert len(self.responses) <= MAX_OUT_OF_BAND + 1, f"{len(self.responses)} responses are active"

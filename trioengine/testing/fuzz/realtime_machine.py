@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.core.errors import TransitionFailed
-from trioengine.core.types import Cause
 from trioengine.serve.realtime.outbox import SHOWN
 from trioengine.testing.fuzz import inside, inside_payloads, inside_server
 from trioengine.testing.fuzz.conversations import FILES, content_of
+from trioengine.testing.fuzz.faults import Harm
 from trioengine.testing.fuzz.inside_payloads import Payload
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.program import pick, recorded
@@ -140,7 +140,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     @recorded(how=st.sampled_from(("keep", "wake", "wake", "wake", "abort", "wait", "weights")))
     def switch(self, how: Literal["keep", "wake", "abort", "wait", "weights"]) -> None:
         """Who runs the engine puts it to sleep, or wakes it."""
-        self.faults.causes.add(Cause.SLEEP)
+        self.faults.begin(Harm.SLEEP)
         match how:
             case "wake" | "weights":
                 call = functools.partial(self.engine.wake, None if how == "wake" else how)

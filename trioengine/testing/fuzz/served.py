@@ -17,8 +17,8 @@ from trioengine.serve.server import Server
 from trioengine.testing.fuzz import inside, inside_payloads, inside_server
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, PicturesEnvironment
+from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.fuzz.inside_server import RealtimeConnection, Response
-from trioengine.testing.fuzz.oracles import InjectedFaults
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.world import EngineFactory, make_engine
 from trioengine.testing.simulated_peer import PeerState, SimulatedListener, SimulatedPeer
@@ -59,7 +59,8 @@ class ServerWatch(inside_server.ServerEvents):
             self._complain(f"an operator got {aborted} for {generations}")
         for generation in filter(inside.is_going, generations):
             self._complain(f"an operator has aborted it, and it goes on: {inside.session_of(generation)}")
-        self._faults.operators |= aborted > 0
+        if aborted:
+            self._faults.strike(Harm.OPERATORS)
         self._saw("an operator aborts a request" if aborted else "an operator aborts a request that is over")
 
     def connection_opened(self, connection: RealtimeConnection) -> None:
@@ -113,7 +114,7 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
         self.watch = ServerWatch(self.loop.crashes, self.coverage.saw, self.faults)
         self._taps.enter_context(inside_server.tapped(self.watch, room=ROOM, at_once=AT_ONCE))
         self.server = Server(self.engine, config)
-        self.server_call = Call("server", functools.partial(self.server.run, [self.listener]), ())
+        self.server_call = Call(Life(self.faults), "server", functools.partial(self.server.run, [self.listener]), ())
         self.loop.start_soon(self.server_call.run, name="server")
 
     @precondition(lambda self: self.targets)

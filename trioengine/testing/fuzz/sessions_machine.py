@@ -38,6 +38,7 @@ from trioengine.testing.fuzz.conversations import (
     prompt_of,
 )
 from trioengine.testing.fuzz.environment import PicturesEnvironment
+from trioengine.testing.fuzz.faults import Harm, Life
 from trioengine.testing.fuzz.oracles import (
     check_aborted,
     check_deadline,
@@ -83,7 +84,7 @@ class CallsMachine(PicturesEnvironment):
         self._call("ask", lambda: self._ask_once(wait, timeout), (*REFUSALS, TimedOut), timeout)
 
     async def _ask_once(self, wait: bool | None, timeout: float | None, content: Content = "hi") -> None:
-        params = SamplingParams(max_tokens=3)
+        params, life = SamplingParams(max_tokens=3), Life(self.faults)
         deadline = trio.current_time() + (math.inf if timeout is None else timeout)
         try:
             completion = await self.engine.generate("hi", params, media=media_of(content), wait=wait, timeout=timeout)
@@ -96,7 +97,7 @@ class CallsMachine(PicturesEnvironment):
             raise
         self._learn()
         is_late = trio.current_time() >= deadline
-        causes = self.faults.causes | ({Cause.TIMEOUT} if is_late else set())
+        causes = self.faults.causes(life) | ({Cause.TIMEOUT} if is_late else set())
         prompt, images = prompt_of((("user", content),))
         check_answer(completion, prompt, params, LIMITS.max_model_len, causes, self.faults.paths, images)
 
@@ -124,13 +125,16 @@ class CallsMachine(PicturesEnvironment):
         assert worker.health is not Health.DEAD, "ready() has returned, and the worker is dead"
 
     async def _audit(self) -> None:
+        life = Life(self.faults)
         try:
             await self.engine.check_invariants(timeout=AUDIT_TIMEOUT)
         except EngineOverloaded as exc:
             check_refused(exc, self.engine, FOR_AN_AUDIT, wait=False)
             raise
         except InvariantError as exc:
-            if not self.faults.workers or "did not answer" not in str(exc):  # its bytes may not move in time
+            if not self.faults.hit(life, Harm.WORKERS) or "did not answer" not in str(
+                exc
+            ):  # its bytes may not move in time
                 raise
 
     # ---- for a machine that asks for more than answers ------------------------------------------------------------
@@ -185,7 +189,7 @@ class SessionsMachine(CallsMachine):
         idle = [holder for holder in self.open_holders if not holder.is_busy]
         holder = pick(idle if which < 3 and idle else self.open_holders, which)
         params = replace(params, cache_salt=SALTS[len(self.readers) % len(SALTS)])
-        reader = Reader(holder, prompt, params, style, keep_partial, timeout, wait, media)
+        reader = Reader(Life(self.faults), holder, prompt, params, style, keep_partial, timeout, wait, media)
         holder.readers.append(reader)
         self.readers.append(reader)
         self.loop.start_soon(reader.run, name=f"reader-{len(self.readers)}")
@@ -199,7 +203,7 @@ class SessionsMachine(CallsMachine):
         messages: list[dict[str, Any]] | None = None,
     ) -> None:
         overflow: Overflow = "drop_oldest_turns" if len(self.holders) % 2 else "refuse"
-        holder = SessionHolder(self.engine, wait, timeout, overflow, history, messages)
+        holder = SessionHolder(Life(self.faults), self.engine, wait, timeout, overflow, history, messages)
         self.holders.append(holder)
         self.loop.start_soon(holder.run, name=f"holder-{len(self.holders)}")
 

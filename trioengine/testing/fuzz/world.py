@@ -15,12 +15,12 @@ from trioengine.actors.ports import Ports
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, ModelError, WorkerLost
 from trioengine.core.lifecycle import Power
-from trioengine.core.types import Cause
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.conversations import MAX_PAYLOADS, PAYLOAD_MEMORY
+from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.fuzz.machine import TABLE_STATES, Machine
-from trioengine.testing.fuzz.oracles import InjectedFaults, check_decided, check_limits
+from trioengine.testing.fuzz.oracles import check_decided, check_limits
 from trioengine.testing.fuzz.request_log import AdmissionLog, RequestLog
 from trioengine.testing.fuzz.trace import Trace
 from trioengine.testing.sim_loop import SimLoop
@@ -82,9 +82,9 @@ class World(Machine):
         self.simulation = Simulation(limits=self.limits, thread_threshold=0)
         self.simulation.max_payloads = MAX_PAYLOADS
         self.engine = make_engine(self.config, self.simulation.ports)
-        self.engine_call = Call("engine", self.engine.run, (WorkerLost, ModelError))
-        self.calls: list[Call] = []
         self.faults = InjectedFaults(poisoned=self.simulation.poisoned)
+        self.engine_call = Call(Life(self.faults), "engine", self.engine.run, (WorkerLost, ModelError))
+        self.calls: list[Call] = []
         self.harmed: list[SimulatedWorker] = []  # those that cannot be asked to end well
         self.served: set[SimulatedWorker] = set()  # those that were READY while the engine was open
         self.admissions = AdmissionLog(self.engine, self.loop.crashes)
@@ -130,7 +130,7 @@ class World(Machine):
     def _call(
         self, name: str, function: Any, allowed: tuple[type[EngineError], ...], timeout: float | None = None
     ) -> None:
-        call = Call(name, function, allowed, timeout)
+        call = Call(Life(self.faults), name, function, allowed, timeout)
         self.calls.append(call)
         self.loop.start_soon(call.run, name=f"{name}-{len(self.calls)}")
 
@@ -227,11 +227,11 @@ class World(Machine):
         self._raise_crash()
 
     def _excuse_shutdown(self) -> None:
-        self.faults.closing = True
-        self.faults.causes.add(Cause.SHUTDOWN)
+        self.faults.begin(Harm.CLOSING)
+        self.faults.begin(Harm.SHUTDOWN)
 
     def _harm(self) -> None:
-        self.faults.workers = True
+        self.faults.begin(Harm.WORKERS)
         if self.worker is not None:
             self.harmed.append(self.worker)
 
@@ -249,5 +249,5 @@ class _Excuses(Observer):
 
     def engine_failed(self, error: Exception) -> None:
         """Without a worker the engine ends, which aborts the requests in flight."""
-        if self._world.faults.workers:
+        if self._world.faults.lasts(Harm.WORKERS):
             self._world._excuse_shutdown()
