@@ -57,7 +57,7 @@ def test_a_bug_of_an_app_is_found_and_shrunk():
     assert "it was aborted" in str(report.failure)
     assert report.program.length <= 4
     with silence():
-        _, failure = replayed(partial(AppMachine, hopeful), report.program)
+        failure = replayed(partial(AppMachine, hopeful), report.program).failure
     assert "it was aborted" in str(failure)
 
 
@@ -69,5 +69,5 @@ def test_a_machine_drives_the_engine_that_its_factory_makes():
         return made[-1]
 
     with silence():
-        machine, failure = replayed(partial(EngineMachine, make), Program("EngineMachine", [("settle", {})]))
+        machine, failure, _ = replayed(partial(EngineMachine, make), Program("EngineMachine", [("settle", {})]))
     assert failure is None and [machine.engine] == made

@@ -15,9 +15,9 @@ from trioengine.testing.fuzz.program import Program, ReplayFile, replay
 from trioengine.testing.fuzz.runner import MACHINES, PROFILES, Fuzzer, silence
 
 RUNS = {  # seed and programs: those that reach what can be reached soonest
-    "EngineMachine": (2, 600),
-    "PowerMachine": (8, 1000),
-    "RealtimeMachine": (4, 400),
+    "EngineMachine": (0, 600),
+    "PowerMachine": (0, 1000),
+    "RealtimeMachine": (0, 400),
     "HttpMachine": (0, 300),
 }
 PROGRAMS_A_MUTANT = 3000
