@@ -21,7 +21,9 @@ def test_a_mutant_is_found_and_its_program_printed(capsys):
 
 def test_a_finding_that_fails_without_the_mutant_does_not_count(monkeypatch, capsys):
     replayed = hunt.replayed
-    monkeypatch.setattr(hunt, "replayed", lambda *program: replayed(*program)._replace(failure=ValueError("a bug of ours")))
+    monkeypatch.setattr(
+        hunt, "replayed", lambda *program: replayed(*program)._replace(failure=ValueError("a bug of ours"))
+    )
     assert hunt.main(["--mutant", "F3", "--mutant", "F25", "--seeds", "1"]) == 1
     printed = capsys.readouterr()
     assert printed.err.count("0 of 1") == 2 and "WITHOUT F3, too: a bug of ours" in printed.err

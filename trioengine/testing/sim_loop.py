@@ -244,7 +244,7 @@ class _Order:
     """Stands for trio's random numbers; trio takes tasks from the end of the batch that it has shuffled."""
 
     def __init__(self) -> None:
-        self.digits = FIFO  # of the order: mixed-radix, as those of a permutation's Lehmer code
+        self.digits = FIFO  # of the order, as a permutation's Lehmer code
         self.random: random.Random | None = None  # where no digits are left; None for the order of their start
         self.names: list[str] = []  # of the tasks that took a step
 

@@ -14,7 +14,7 @@ from trioengine.testing.toy_model import TOY_PATH
 
 
 class Harm(enum.Enum):
-    """The kinds of faults, by what may follow from them."""
+    """The kinds of faults, by their effects."""
 
     WORKERS = "workers"  # one was harmed, or cannot be started
     CLOSING = "closing"  # nothing more is admitted
