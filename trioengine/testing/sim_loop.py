@@ -21,7 +21,7 @@ import random
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -178,9 +178,10 @@ class SimLoop:
         """On the simulated clock; infinite without a deadline."""
         return trio.lowlevel.current_statistics().seconds_to_next_deadline
 
-    def stacks(self) -> str:
-        """Where every task waits."""
-        return "\n".join(f"{task.name}:\n{_stack(task)}" for task in _tasks_below(self.nursery))
+    def stacks(self, names: Container[str] | None = None) -> str:
+        """Where the tasks with these names wait, or all tasks, with those below them."""
+        above = [task for task in self.nursery.child_tasks if names is None or task.name in names]
+        return "\n".join(f"{task.name}:\n{_stack(task)}" for task in _with_those_below(above))
 
     @property
     def idle(self) -> bool:
@@ -266,10 +267,10 @@ class _Order:
             batch.insert(place, batch.pop(place + index))
 
 
-def _tasks_below(nursery: trio.Nursery) -> list[trio.lowlevel.Task]:
-    children = sorted(nursery.child_tasks, key=lambda task: task.name)
-    below = (_tasks_below(inner) for task in children for inner in task.child_nurseries)
-    return [*children, *itertools.chain.from_iterable(below)]
+def _with_those_below(tasks: Iterable[trio.lowlevel.Task]) -> list[trio.lowlevel.Task]:
+    ordered = sorted(tasks, key=lambda task: task.name)
+    below = (_with_those_below(inner.child_tasks) for task in ordered for inner in task.child_nurseries)
+    return [*ordered, *itertools.chain.from_iterable(below)]
 
 
 def _stack(task: trio.lowlevel.Task) -> str:

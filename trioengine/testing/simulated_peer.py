@@ -43,6 +43,7 @@ class SimulatedPeer(abc.ABC):
         self.to_client = Wire(self._reach_client, BUFFERED, by_hand=True)
         self.peer_state = PeerState.WELL
         self.was_reset = False
+        self.has_read_end = False  # nothing more will come from the server
         self.on_bytes: list[Callable[[str, bytes], None]] = []  # called with "->" or "<-", as bytes arrive
         self._inbox = self.stream.inbox
 
@@ -126,7 +127,8 @@ class SimulatedPeer(abc.ABC):
     def moves(self) -> bool:
         """Whether there are bytes that would arrive."""
         to_server = self.is_there and len(self.to_server) > 0
-        return to_server or (self.reads and (len(self.to_client) > 0 or self.stream.is_over))
+        is_end_due = self.stream.is_over and not self.has_read_end
+        return to_server or (self.reads and (len(self.to_client) > 0 or is_end_due))
 
     def carry(self, *, to_server: int | None, to_client: int | None) -> None:
         """Let so many bytes arrive, or all (None)."""
@@ -134,8 +136,13 @@ class SimulatedPeer(abc.ABC):
             self.to_server.move(to_server)
         if self.reads:
             self.to_client.move(to_client)
-            if self.stream.is_over and not self.to_client:
-                self.hang_up()  # it has read the end
+            if self.stream.is_over and not self.to_client and not self.has_read_end:
+                self.has_read_end = True
+                self.on_end()
+
+    def on_end(self) -> None:
+        """It has read the end of the server's bytes."""
+        self.hang_up()
 
     def _reach_server(self, data: bytes) -> None:
         if not self.stream.closed:
@@ -216,7 +223,7 @@ class SimulatedListener(trio.abc.Listener[trio.abc.Stream]):
         return (await self._accept.receive()).stream
 
     async def aclose(self) -> None:
-        with suppress(trio.WouldBlock):
+        with suppress(trio.WouldBlock, trio.ClosedResourceError):
             while True:
                 self._accept.receive_nowait().refuse()
         await self._accept.aclose()

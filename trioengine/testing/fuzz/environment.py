@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import trio
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
-from trioengine.actors.engine import Engine
 from trioengine.core.connection import Connection
-from trioengine.core.errors import EngineError
+from trioengine.core.errors import TransitionFailed
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.testing.fuzz import inside, inside_payloads
-from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.faults import Harm
 from trioengine.testing.fuzz.oracles import (
     check_books,
@@ -27,7 +25,7 @@ from trioengine.testing.fuzz.oracles import (
     num_going,
 )
 from trioengine.testing.fuzz.payload_watch import ImageStates, PayloadWatch
-from trioengine.testing.fuzz.program import pick, recorded
+from trioengine.testing.fuzz.program import JUMPS, recorded
 from trioengine.testing.fuzz.world import IMAGE_LIMITS, EngineFactory, World, make_engine
 from trioengine.testing.simulated_process import SIGSEGV
 from trioengine.testing.simulated_worker import Health
@@ -37,7 +35,8 @@ UNHARMFUL = 1.5  # seconds that no worker is killed for
 SLOW = 5.0  # seconds of a slow step, which harms no request: longer than between two PINGs, shorter than the timeouts
 WORKER_OUTAGES = ("hang", "stall", "slow step", "garbage", "nonsense", "close pipe", "fatal")
 HARMLESS = ("slow step",)  # of these
-MOST_APPS = 4  # at once
+ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
+Switch: TypeAlias = Literal["keep", "wake", "abort", "wait", "weights"]
 ORDERS = math.factorial(7)  # of the tasks in a `tick`
 SEEDS = 1 << 10  # of random orders
 STARTS = ("starts fail", "start stalls")
@@ -58,6 +57,13 @@ class Environment(World):
         """Whether there are callers that an outage can disturb."""
         return bool(self.calls)
 
+    @property
+    def is_well(self) -> bool:
+        """Whether the worker is healthy and reads its input, so that every request is done at rest."""
+        worker = self.worker
+        is_well = worker is not None and worker.health is Health.WELL and not worker.payloads.is_broken
+        return is_well and inside.has_worker(self.engine)
+
     def _check(self) -> None:
         """Check the invariants that hold whenever nothing can run."""
         self._raise_crash()
@@ -65,6 +71,23 @@ class Environment(World):
         check_books(self.engine)
         for call in self.calls:
             check_call(call, self.faults)
+        if self.is_well:
+            self._end_faults()
+
+    def _end_faults(self) -> None:
+        """Nothing moves, and the worker is well: injected faults have no more effects, but for those that wait."""
+        waiting = self.simulation.failing_starts or self.simulation.stalled_starts or self._worker().payloads.fails_next
+        poisoned = any(request.id in self.faults.poisoned for _, request in inside.requests(self.engine))
+        if not waiting and not poisoned:
+            self.faults.end(Harm.WORKERS)
+        if self._is_sleep_over:
+            self.faults.end(Harm.SLEEP)
+            self.faults.end(Harm.SLEEPS_ABORT)
+
+    @property
+    def _is_sleep_over(self) -> bool:
+        """At rest: whether nothing sleeps, and no call may still put the engine to sleep."""
+        return not self.engine.power.asleep and not inside.is_change_pending(self.engine)
 
     def _let_go(self) -> None:
         """The end: every caller gets its answer, and leaves."""
@@ -106,7 +129,7 @@ class Environment(World):
             case "turn":
                 worker.turn()
 
-    @recorded(seconds=st.sampled_from((0.2, 1.0, 0.6, 11.0)))
+    @recorded(seconds=st.sampled_from(JUMPS))
     def advance(self, seconds: float) -> None:
         """The clock jumps."""
         self.waited += seconds
@@ -212,6 +235,25 @@ class Environment(World):
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
+    def _switch(self, how: Switch) -> None:
+        """Put the engine to sleep in this mode, or wake it, or its weights alone."""
+        self.faults.begin(Harm.SLEEP)
+        match how:
+            case "wake" | "weights":
+                call = functools.partial(self.engine.wake, None if how == "wake" else how)
+            case mode:
+                call = functools.partial(self.engine.sleep, mode=mode)
+        self._call("switch", call, (TransitionFailed,))
+
+    def _wake_up(self) -> None:
+        """Wake the engine: asleep it sends nothing, so that it cannot detect a client that has vanished."""
+        for _ in range(ATTEMPTS):
+            self._run_out(lambda: not inside.is_change_pending(self.engine), "a sleep is never done")
+            if not self.engine.power.asleep or self.faults.closing:
+                return
+            self._call("wake", self.engine.wake, (TransitionFailed,))
+            self._run_out(lambda: self.calls[-1].over, "a wake is never done")
+
     def _begin_drain(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
         self.faults.begin(Harm.CLOSING)
         if timeout is not None:
@@ -297,13 +339,6 @@ class PicturesEnvironment(Environment):
 
     # ---- checks ---------------------------------------------------------------------------------------------------
 
-    @property
-    def is_well(self) -> bool:
-        """Whether the worker is healthy and reads its input, so that every request is done at rest."""
-        worker = self.worker
-        is_well = worker is not None and worker.health is Health.WELL and not worker.payloads.is_broken
-        return is_well and inside.has_worker(self.engine)
-
     def _look(self) -> None:
         super()._look()
         self.payloads.check()
@@ -317,66 +352,8 @@ class PicturesEnvironment(Environment):
         super()._check()
         if self.is_well:
             self.payloads.check_at_rest()
-            self._end_faults()
-
-    def _end_faults(self) -> None:
-        """Nothing moves, and the worker is well: injected faults have no more effects, but for those that wait."""
-        waiting = self.simulation.failing_starts or self.simulation.stalled_starts or self._worker().payloads.fails_next
-        poisoned = any(request.id in self.faults.poisoned for _, request in inside.requests(self.engine))
-        if not waiting and not poisoned:
-            self.faults.end(Harm.WORKERS)
-        if self._is_sleep_over:
-            self.faults.end(Harm.SLEEP)
-            self.faults.end(Harm.SLEEPS_ABORT)
-
-    @property
-    def _is_sleep_over(self) -> bool:
-        """At rest: whether nothing sleeps, and no call may still put the engine to sleep."""
-        return not self.engine.power.asleep and not inside.is_change_pending(self.engine)
 
     def _finish(self) -> None:
         super()._finish()
         self.payloads.check()
         self.payloads.check_at_the_end()
-
-
-App: TypeAlias = Callable[[Engine], Awaitable[object]]
-
-
-class AppMachine(PicturesEnvironment):
-    """Any async function that is given an engine, under the rules of the environment.
-
-    It may raise an EngineError that has its reason in the injected faults; any other exception is a finding, and so is
-    a task that does not end when the engine has ended.
-    """
-
-    def __init__(self, app: App, make_engine: EngineFactory = make_engine) -> None:
-        super().__init__(make_engine)
-        self._app = app
-        self._app_calls: list[Call] = []
-
-    @recorded(initialize, ready=st.sampled_from((True, True, True, False)))
-    def begin(self, ready: bool) -> None:
-        """Mostly on an engine that is ready."""
-        if ready:
-            self._settle()
-        self._start()
-
-    @precondition(lambda self: len(self.running_calls) < MOST_APPS)
-    @recorded()
-    def start(self) -> None:
-        """The app runs once more, beside those that run."""
-        self._start()
-
-    @precondition(lambda self: any(not call.over for call in self._app_calls))
-    @recorded(which=st.integers(0, 3))
-    def cancel_app(self, which: int) -> None:
-        pick([call for call in self._app_calls if not call.over], which).scope.cancel()
-
-    def _start(self) -> None:
-        self._call("app", functools.partial(self._app, self.engine), (EngineError,))
-        self._app_calls.append(self.calls[-1])
-
-    def _let_go(self) -> None:
-        """An app that serves ends with the engine; all others have come to rest."""
-        self._settle()

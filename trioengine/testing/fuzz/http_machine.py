@@ -29,8 +29,9 @@ from trioengine.testing.fuzz.conversations import (
 )
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.fuzz.oracles import check_worker
+from trioengine.testing.fuzz.peers import WHICH
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.served import WHICH, ServedEnvironment
+from trioengine.testing.fuzz.served import ServedEnvironment
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import PeerState, SimulatedPeer
 

@@ -97,6 +97,8 @@ PACKAGES = ("trioengine", "trio", "trio-websocket", "wsproto", "hypothesis")  # 
 MOST_RULES = 100  # of a program: trimming makes one of several, and adds their numbers up
 ENVIRONMENT_RULES = frozenset({"tick", "reorder", "flow", "settle", "move", "carry"})  # they do not count
 
+JUMPS = (0.2, 1.0, 0.6, 11.0)  # seconds of the rule `advance`
+
 
 @dataclass
 class Program:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from typing import Literal
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
-from trioengine.core.errors import TransitionFailed
 from trioengine.serve.realtime.outbox import SHOWN
 from trioengine.testing.fuzz import inside, inside_payloads, inside_server
 from trioengine.testing.fuzz.conversations import FILES, content_of
-from trioengine.testing.fuzz.faults import Harm
+from trioengine.testing.fuzz.environment import Switch
 from trioengine.testing.fuzz.inside_payloads import Payload
 from trioengine.testing.fuzz.oracles import check_worker
+from trioengine.testing.fuzz.peers import WHICH
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.realtime_client import RealtimeClient
-from trioengine.testing.fuzz.served import WHICH, ServedEnvironment
+from trioengine.testing.fuzz.served import ServedEnvironment
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import PeerState
 
@@ -138,15 +136,9 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
 
     @precondition(lambda self: self.engine.power.asleep or any(client.is_active for client in self.clients))
     @recorded(how=st.sampled_from(("keep", "wake", "wake", "wake", "abort", "wait", "weights")))
-    def switch(self, how: Literal["keep", "wake", "abort", "wait", "weights"]) -> None:
-        """Who runs the engine puts it to sleep, or wakes it."""
-        self.faults.begin(Harm.SLEEP)
-        match how:
-            case "wake" | "weights":
-                call = functools.partial(self.engine.wake, None if how == "wake" else how)
-            case mode:
-                call = functools.partial(self.engine.sleep, mode=mode)
-        self._call("switch", call, (TransitionFailed,))
+    def switch(self, how: Switch) -> None:
+        """The operator puts the engine to sleep, or wakes it."""
+        self._switch(how)
 
     # ---- overrides --------------------------------------------------------------------------------------------------
 

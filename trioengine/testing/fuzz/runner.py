@@ -21,7 +21,7 @@ from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.http_machine import HttpMachine
 from trioengine.testing.fuzz.machine import Finding, Machine
 from trioengine.testing.fuzz.power_machine import PowerMachine
-from trioengine.testing.fuzz.program import BACKEND, ENVIRONMENT_RULES, Program, Step, replay, seed_choices
+from trioengine.testing.fuzz.program import BACKEND, ENVIRONMENT_RULES, JUMPS, Program, Step, replay, seed_choices
 from trioengine.testing.fuzz.realtime_machine import RealtimeMachine
 from trioengine.testing.fuzz.trace import Trace
 
@@ -45,7 +45,7 @@ def trimmed(make: Callable[[], Machine], failed: Failed) -> Failed:
 
 
 def _simpler(steps: list[Step], index: int) -> Iterator[list[Step]]:
-    """Without this step; with a mere pass of the scheduler in its place; two of these as one."""
+    """Without this step; with a mere pass of the scheduler in its place; two passes, or two jumps, as one."""
     before, those, after = steps[:index], steps[index : index + 2], steps[index + 2 :]
     if not those:  # a shorter one was found since
         return
@@ -55,6 +55,9 @@ def _simpler(steps: list[Step], index: int) -> Iterator[list[Step]]:
     match those:
         case [("tick", {"passes": some, "order": 0}), ("tick", {"passes": more, "order": 0})]:
             yield [*before, ("tick", {"passes": some + more, "order": 0}), *after]
+        case [("advance", {"seconds": some}), ("advance", {"seconds": more})]:
+            longer = min((each for each in JUMPS if each >= some + more), default=max(JUMPS))
+            yield [*before, ("advance", {"seconds": longer}), *after]
 
 
 def _run(make: Callable[[], Machine], program: Program) -> Failed | None:

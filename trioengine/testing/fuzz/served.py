@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
 from trioengine.actors.generation import Generation
-from trioengine.core.errors import TransitionFailed
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.server import Server
 from trioengine.testing.fuzz import inside, inside_payloads, inside_server
@@ -19,19 +17,16 @@ from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, PicturesEnvironment
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.fuzz.inside_server import RealtimeConnection, Response
-from trioengine.testing.fuzz.program import pick, recorded
+from trioengine.testing.fuzz.peers import Client, PeersEnvironment
+from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.world import EngineFactory, make_engine
-from trioengine.testing.simulated_peer import PeerState, SimulatedListener, SimulatedPeer
+from trioengine.testing.simulated_peer import PeerState
 
-WHICH = st.sampled_from((0, 0, 1, 2))
-WAYS = ("close", "hang up", "half-close", "reset", "stall", "vanish", "read again", "garbage")
 MAX_CLIENTS = 2  # at once
-ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
 OUTAGES = ("abort all", *WORKER_OUTAGES, *STARTS, "abort all", "drain", "drain soon", "abort")
 
 
 ROOM, AT_ONCE = 1024, 512  # characters of an outbox, so that few events fill it, and not all of them go at once
-Client = TypeVar("Client", bound=SimulatedPeer)
 
 
 class ServerWatch(inside_server.ServerEvents):
@@ -99,58 +94,20 @@ class ServerWatch(inside_server.ServerEvents):
         self._crashes.append(AssertionError(complaint))
 
 
-class ServedEnvironment(PicturesEnvironment, Generic[Client]):
-    """The ways in which clients leave, and faults of the server."""
+class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
+    """Our server, its clients, and its faults."""
 
     max_buffered_bytes: ClassVar[int]  # so few that clients are sometimes refused for want of room
     max_buffered_bytes_with_pictures: ClassVar[int]
 
     def __init__(self, make_engine: EngineFactory = make_engine) -> None:
         super().__init__(make_engine)
-        self.clients: list[Client] = []
-        self._received = 0  # a checksum of all bytes that clients got
-        self.listener = SimulatedListener()
         config = ServeConfig(max_connections=MAX_CLIENTS, max_buffered_bytes=self.max_buffered_bytes)
         self.watch = ServerWatch(self.loop.crashes, self.coverage.saw, self.faults)
         self._taps.enter_context(inside_server.tapped(self.watch, room=ROOM, at_once=AT_ONCE))
         self.server = Server(self.engine, config)
         self.server_call = Call(Life(self.faults), "server", functools.partial(self.server.run, [self.listener]), ())
         self.loop.start_soon(self.server_call.run, name="server")
-
-    @precondition(lambda self: self.targets)
-    @recorded(which=WHICH, how=st.sampled_from(WAYS))
-    def go(self, which: int, how: str) -> None:
-        """A client leaves, in one of the ways to leave, or reads no more, until it reads again."""
-        if how == "read again" and all(client.peer_state is not PeerState.STALLED for client in self.targets):
-            how = "stall"
-        able = [client for client in self.targets if _can_go(client, how)]
-        if not able:
-            return
-        client = pick(able, which)
-        self.coverage.saw(f"{how} while {'a response is active' if client.is_active else 'no response is active'}")
-        match how:
-            case "close":
-                client.close()
-            case "hang up":
-                client.hang_up()
-            case "half-close":
-                client.half_close()
-            case "reset":
-                client.reset()
-            case "vanish":
-                client.vanish()
-            case "stall":
-                client.peer_state = PeerState.STALLED
-            case "read again":
-                client.peer_state = PeerState.WELL
-            case "garbage":
-                client.send_garbage()
-
-    @precondition(lambda self: self.targets)
-    @recorded(which=WHICH, to_server=st.integers(0, 400), to_client=st.integers(0, 400))
-    def carry(self, which: int, to_server: int, to_client: int) -> None:
-        """Bytes arrive at the server, and at the client."""
-        pick(self.targets, which).carry(to_server=to_server, to_client=to_client)
 
     @precondition(lambda self: self.in_use)
     @recorded(way=st.sampled_from(OUTAGES))
@@ -176,73 +133,15 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
         return inside.num_suspended(self.engine) if self.engine.power.asleep else 0
 
     @property
-    def in_use(self) -> bool:
-        return bool(self.clients)
-
-    @property
-    def present(self) -> list[Client]:
-        """Those that the server may still hold for connected."""
-        return [client for client in self.clients if not client.stream.closed]
-
-    @property
     def may_connect(self) -> bool:
         """Whether there are no more than one too many; the cheap look comes first, as it is asked before every rule."""
         return len(self.clients) <= MAX_CLIENTS or len(self.present) <= MAX_CLIENTS
-
-    @property
-    def speakers(self) -> list[Client]:
-        """Those that can send."""
-        return [client for client in self.targets if client.can_send]
-
-    @property
-    def has_speakers(self) -> bool:
-        return any(client.can_send for client in self.clients)
-
-    @property
-    def targets(self) -> list[Client]:
-        """The clients that have not gone: first those with an answer in progress, then the latest."""
-        latest_first = [client for client in self.clients[::-1] if client.peer_state is not PeerState.GONE]
-        if len(latest_first) > 1:  # asked for before every rule, by preconditions
-            latest_first.sort(key=lambda client: not client.is_active)
-        return latest_first
-
-    @property
-    def checksum(self) -> str:
-        return f"{super().checksum}:{self._received:08x}"
-
-    def _receive(self, direction: str, data: bytes) -> None:
-        if direction == "<-":
-            self._received = zlib.crc32(data, self._received)
-
-    def _join(self, client: Client) -> None:
-        client.on_bytes.append(self._receive)
-        if self.trace is not None:
-            client.on_bytes.append(functools.partial(self.trace.bytes_arrived, len(self.clients) + 1))
-        self.clients.append(client)
-        self.listener.connect(client)
-
-    def _move(self) -> bool:
-        moved = super()._move()
-        for client in self.clients:
-            if client.moves:
-                moved = True
-                client.carry(to_server=None, to_client=None)
-        return moved
 
     def _check(self) -> None:
         super()._check()
         if not len(inside_payloads.budget(self.engine).line):  # else an event waits for room for its images
             for client in self.clients:
                 client.check_at_rest()
-
-    def _wake_up(self) -> None:
-        """Wake the engine: asleep it sends nothing, so that it cannot detect a client that has vanished."""
-        for _ in range(ATTEMPTS):
-            self._run_out(lambda: not inside.is_change_pending(self.engine), "a sleep is never done")
-            if not self.engine.power.asleep or self.faults.closing:
-                return
-            self._call("wake", self.engine.wake, (TransitionFailed,))
-            self._run_out(lambda: self.calls[-1].over, "a wake is never done")
 
     def _let_go(self) -> None:
         for client in self.clients:
@@ -261,20 +160,3 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
         assert not open_sessions, f"sessions without a client: {open_sessions}"
         self._begin_drain(self.server.drain, 0.5)
         self._run_out(lambda: self.server_call.over and not self.running_calls, "the server does not end")
-
-
-def _can_go(client: SimulatedPeer, how: str) -> bool:
-    """Whether this way changes anything for a client that has not gone."""
-    match how:
-        case "reset":
-            return True
-        case "half-close":
-            return client.is_there
-        case "garbage":
-            return client.can_send
-        case "stall":
-            return client.peer_state is PeerState.WELL
-        case "read again":
-            return client.peer_state is PeerState.STALLED
-        case _:
-            return client.peer_state is not PeerState.VANISHED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -178,8 +178,11 @@ class World(Machine):
                 return
         raise AssertionError(f"no rest after {ROUNDS} rounds:\n{self.loop.stacks()}")
 
-    def _run_out(self, done: Callable[[], bool], complaint: str) -> None:
-        """Settle, and let the clock jump from deadline to deadline, until it is done or the horizon is reached."""
+    def _run_out(self, done: Callable[[], bool], complaint: str, names: Container[str] | None = None) -> None:
+        """Settle, and let the clock jump from deadline to deadline, until it is done or the horizon is reached.
+
+        The complaint shows where the tasks with these names wait, or all tasks.
+        """
         self._settle()
         passed = 0.0
         while not done():
@@ -187,7 +190,7 @@ class World(Machine):
             if self.worker is not None and self.worker.seconds_to_recover > 0.0:
                 step = min(step, self.worker.seconds_to_recover)
             self._raise_crash()
-            assert math.isfinite(step) and passed < self.horizon, f"{complaint}:\n{self.loop.stacks()}"
+            assert math.isfinite(step) and passed < self.horizon, f"{complaint}:\n{self.loop.stacks(names)}"
             self.loop.clock.jump(max(step, 0.0))
             passed += step
             self._settle()

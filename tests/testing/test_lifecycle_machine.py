@@ -1,0 +1,211 @@
+"""Machines for programs of other people: an app, a server, and the bugs that they may have."""
+
+from functools import partial
+
+import pytest
+import trio
+from hypothesis import strategies as st
+
+from trioengine import EngineClosed, EngineError, EngineOverloaded
+from trioengine.actors.engine import Engine
+from trioengine.core.types import FinishReason
+from trioengine.testing.fuzz import LifecycleMachine, rule
+from trioengine.testing.fuzz.engine_machine import EngineMachine
+from trioengine.testing.fuzz.program import Program
+from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, replayed, silence
+
+PROGRAMS = 150
+
+
+class Chat(LifecycleMachine):
+    async def app(self, engine):
+        """Two turns, unless the engine is full or closed."""
+        try:
+            async with engine.open_session() as session:
+                for prompt in ("a", "be"):
+                    completion = await session.ask(prompt, max_tokens=3)
+                    assert len(completion.token_ids) <= 3
+        except (EngineOverloaded, EngineClosed):
+            pass
+
+
+class Hopeful(LifecycleMachine):
+    async def app(self, engine):
+        completion = await engine.ask("to be", max_tokens=20)
+        assert completion.finish_reason is not FinishReason.ABORT, "it was aborted"
+
+
+class Hold(LifecycleMachine):
+    """A program that ends with the engine."""
+
+    keeps_sessions = True
+
+    async def serve(self, engine, listener):
+        async with engine.open_session() as session:
+            await session.ended()
+
+
+class Unsafe(LifecycleMachine):
+    """A program that tries to open more sessions than there may be, without a word about that."""
+
+    async def app(self, engine):
+        async with engine.open_session(), engine.open_session():
+            raise KeyError("a bug")
+
+
+class Echo(LifecycleMachine):
+    """A server that answers each line with the engine's answer."""
+
+    async def answer(self, session, line):
+        return (await session.ask(line.decode("ascii", "replace"), max_tokens=3)).text
+
+    async def converse(self, stream):
+        async with self.engine.open_session(wait=True) as session:
+            received = Lines(stream)
+            while (line := await received.next()) is not None:
+                answer = await self.answer(session, line)
+                await stream.send_all(f"{answer}\n".encode())
+
+    async def handle(self, stream):
+        try:
+            async with stream:
+                await self.converse(stream)
+        except (trio.BrokenResourceError, EngineError):
+            pass
+
+    async def serve(self, engine, listener):
+        await trio.serve_listeners(self.handle, [listener])
+
+    @rule(count=st.integers(1, 3))
+    def talk(self, count):
+        if self.may_start:
+            self.connect(self.speak, count)
+
+    async def speak(self, stream, count):
+        answers = Lines(stream)
+        for _ in range(count):
+            await stream.send_all(b"a\n")
+            if await answers.next() is None:
+                assert self.is_excused(), "the server hung up"
+                return
+        await stream.send_eof()
+        assert await answers.next() is None, "one answer too many"
+
+
+class Lines:
+    """The lines that a stream receives, without their ends."""
+
+    def __init__(self, stream):
+        self.stream, self.data = stream, b""
+
+    async def next(self):
+        while b"\n" not in self.data:
+            data = await self.stream.receive_some()
+            if not data:
+                return None
+            self.data += data
+        line, _, self.data = self.data.partition(b"\n")
+        return line
+
+
+class Leak(Echo):
+    """Sessions are opened in a nursery that outlives the connection."""
+
+    async def serve(self, engine, listener):
+        async with trio.open_nursery() as self.nursery:
+            await super().serve(engine, listener)
+
+    async def handle(self, stream):
+        opened = trio.Event()
+        self.nursery.start_soon(self.hold, opened)
+        await opened.wait()
+        await super().handle(stream)
+
+    async def hold(self, opened):
+        try:
+            async with self.engine.open_session(wait=True):
+                opened.set()
+                await trio.sleep_forever()
+        except EngineError:
+            opened.set()
+
+
+class LostWakeUp(Echo):
+    """A lock that a cancelled waiter takes with it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.is_taken, self.free = False, trio.Event()
+
+    async def answer(self, session, line):
+        while self.is_taken:
+            await self.free.wait()
+        self.is_taken, self.free = True, trio.Event()
+        answer = await super().answer(session, line)  # not in a try: a cancellation never frees it
+        self.is_taken = False
+        self.free.set()
+        return answer
+
+
+class DoubleAnswer(Echo):
+    """A request that was aborted by a sleep is asked again, and both answers are sent."""
+
+    async def converse(self, stream):
+        async with self.engine.open_session(wait=True) as session:
+            received = Lines(stream)
+            while (line := await received.next()) is not None:
+                text = line.decode("ascii", "replace")
+                completion = await session.ask(text, max_tokens=3)
+                await stream.send_all(f"{completion.text}\n".encode())
+                if completion.finish_reason is FinishReason.ABORT:
+                    completion = await session.ask(text, max_tokens=3)
+                    await stream.send_all(f"{completion.text}\n".encode())
+
+
+def fuzzed(machine, programs=PROGRAMS, **options):
+    with silence():
+        return Fuzzer(machine, PROFILES["quick"], 0, **options).run(examples=programs)
+
+
+@pytest.mark.parametrize("machine", [Chat, Hold, Echo])
+def test_a_correct_program_has_no_findings(machine):
+    report = fuzzed(machine)
+    assert report.failure is None, f"{report.failure!r}\n{report.program}"
+    assert report.machine == machine.__name__ and report.programs >= PROGRAMS
+
+
+def test_a_program_is_disturbed_in_every_way():
+    coverage = fuzzed(Echo).coverage
+    for way in ("close", "hang up", "half-close", "reset", "stall", "vanish", "garbage", "read again"):
+        assert f"{way} while a response is active" in coverage
+    assert "session running, attached: end" in coverage and "a worker's last frame is torn" in coverage
+
+
+@pytest.mark.parametrize(
+    ("machine", "failure"),
+    [
+        (Hopeful, "it was aborted"),
+        (Unsafe, "a bug"),
+        (Leak, "sessions are left"),
+        (LostWakeUp, "wait forever"),
+        (DoubleAnswer, "one answer too many"),
+    ],
+)
+def test_a_bug_of_a_program_is_found_and_shrunk(machine, failure):
+    report = fuzzed(machine, 3000)
+    assert failure in str(report.failure), f"{report.programs} programs: {report.failure!r}\n{report.program}"
+    assert report.program.length <= 8, report.program
+    with silence():
+        assert failure in str(replayed(machine, report.program).failure)
+
+
+def test_a_machine_drives_the_engine_that_its_factory_makes():
+    made = []
+
+    def make(config, ports):
+        made.append(Engine(config, ports=ports))
+        return made[-1]
+
+    with silence():
+        machine, failure, _ = replayed(partial(EngineMachine, make), Program("EngineMachine", [("settle", {})]))
+    assert failure is None and [machine.engine] == made
