@@ -12,8 +12,8 @@ from mutants import MUTANTS
 from trioengine.cli import fuzz
 from trioengine.cli.app import run
 from trioengine.testing.fuzz.engine_machine import EngineMachine
+from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, ReplayFile, pick
-from trioengine.testing.fuzz.runner import MACHINES
 
 INTERRUPTED = """
 import signal, sys
@@ -165,7 +165,10 @@ def test_one_machine(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--machine", "X"], "no machine 'X'; there are engine, power, realtime, http, core"),
+        (["--machine", "X"], "--machine: no machine 'X'; there are engine, power, realtime, http, core, module:Class"),
+        (["--machine", "no.such:Class"], "--machine: no module 'no.such'"),
+        (["--machine", "no_such.py:Class"], "--machine: no file 'no_such.py'"),
+        (["--machine", "trioengine.core.types:Usage"], "trioengine.core.types has no machine 'Usage'"),
         (["--replay", "/nowhere.json"], "error: /nowhere.json: No such file or directory\n"),
         (["--keep", "/nowhere/x.json"], "error: --keep /nowhere/x.json: No such file or directory\n"),
         (["--keep", "/"], "error: --keep /: Is a directory\n"),
@@ -185,6 +188,34 @@ def test_what_cannot_be_done_is_said(arguments, complaint, capsys):
     assert run(["fuzz", *arguments]) == 2
     printed = capsys.readouterr()
     assert complaint in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+HOPEFUL = """
+from trioengine.testing.fuzz import LifecycleMachine
+
+class Hopeful(LifecycleMachine):
+    async def app(self, engine):
+        completion = await engine.ask("to be", max_tokens=20)
+        assert completion.finish_reason != "abort", "it was aborted"
+"""
+
+
+@pytest.mark.parametrize("name", ["hopeful.py:Hopeful", "hopeful:Hopeful"])
+def test_a_machine_of_another_file(name, tmp_path, capsys, monkeypatch):
+    (tmp_path / "hopeful.py").write_text(HOPEFUL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "hopeful", raising=False)
+    assert run(["fuzz", "--machine", name, "--seconds", "30"]) == 1
+    output = capsys.readouterr().out
+    assert output.startswith("AssertionError: it was aborted") and f"at {tmp_path / 'hopeful.py'}:7, in app" in output
+    assert "machine = Hopeful()" in output
+    assert run(["fuzz", "--replay", "fuzz-failure.json"]) == 1
+    assert "it was aborted" in capsys.readouterr().out
+    (tmp_path / "hopeful.py").write_text("1 +")
+    monkeypatch.delitem(sys.modules, "hopeful")
+    assert run(["fuzz", "--machine", name]) == 2
+    assert "SyntaxError: invalid syntax" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("when", ["while it is shrunk", "while it is trimmed"])

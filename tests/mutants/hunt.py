@@ -16,8 +16,9 @@ from mutants import MUTANTS
 from rich.console import Console
 from rich.table import Table
 
+from trioengine.testing.fuzz.machines import MACHINES, machine_named
 from trioengine.testing.fuzz.program import ReplayFile
-from trioengine.testing.fuzz.runner import MACHINES, PROFILES, Fuzzer, replayed, silence
+from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, replayed, silence
 
 SECONDS = 60.0  # of a hunt
 
@@ -83,7 +84,7 @@ def replay_with(mutant, path):
     """Run a kept program with the mutant; 1 if it fails."""
     program = ReplayFile.from_json(path.read_bytes()).program
     with silence(), mutant.active():
-        found = replayed(program.machine_in(MACHINES), program)
+        found = replayed(machine_named(program.machine), program)
     print(f"{len(program.steps)} rules, {found.machine.program.skipped} skipped, mutant {mutant.id}: {found.failure!r}")
     return int(found.failure is not None)
 

@@ -2,8 +2,9 @@
 
 import pytest
 
+from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, replay
-from trioengine.testing.fuzz.runner import MACHINES, silence
+from trioengine.testing.fuzz.runner import silence
 
 EMPTY = ("begin", {"ready": True, "sessions": 0, "turns": 0, "asks": 0, "thread_passes": 1})
 BEGIN = ("begin", {"ready": True, "sessions": 1, "turns": 0, "asks": 0, "thread_passes": 1})

@@ -11,8 +11,9 @@ from mutants import MUTANTS
 
 from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.machine import TABLE_STATES
+from trioengine.testing.fuzz.machines import MACHINES, machine_named
 from trioengine.testing.fuzz.program import Program, ReplayFile, replay
-from trioengine.testing.fuzz.runner import MACHINES, PROFILES, Fuzzer, silence
+from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
 
 RUNS = {  # seed and programs: those that reach what can be reached soonest
     "EngineMachine": (0, 600),
@@ -153,7 +154,7 @@ def run_python(script, text="", *args, **environment):
 
 REPLAYS = """
 import json, sys
-from trioengine.testing.fuzz.runner import MACHINES
+from trioengine.testing.fuzz.machines import MACHINES, machine_named
 from trioengine.testing.fuzz.program import ReplayFile, replay
 checksums = {}
 for text in json.load(sys.stdin):
@@ -201,7 +202,7 @@ def first_programs(machine, count):
 PROGRAMS_OF_A_SEED = """
 import sys
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
-from trioengine.testing.fuzz.runner import MACHINES
+from trioengine.testing.fuzz.machines import MACHINES, machine_named
 if sys.argv[1] == "more":
     import trioengine.cli, trioengine.serve, asyncio, http.server
     from hypothesis import given, strategies as st
@@ -252,8 +253,8 @@ def test_files_that_are_no_programs(text, complaint):
 def test_unknown_rules_and_machines_are_named():
     with pytest.raises(ValueError, match="no rule 'fly'"):
         replay(EngineMachine(), Program("EngineMachine", [("fly", {})]))
-    with pytest.raises(ValueError, match="no machine 'X'; there are EngineMachine"):
-        Program("X").machine_in({"EngineMachine": EngineMachine})
+    with pytest.raises(ValueError, match=r"no machine 'X'; there are engine, power, .*, module:Class"):
+        machine_named("X")
 
 
 @pytest.mark.parametrize(

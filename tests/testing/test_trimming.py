@@ -2,8 +2,9 @@
 
 from mutants import MUTANTS
 
+from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, replay
-from trioengine.testing.fuzz.runner import MACHINES, silence, trimmed
+from trioengine.testing.fuzz.runner import silence, trimmed
 
 OPEN, SETTLE = ("open", {"wait": True}), ("settle", {})
 ASK = ("ask", {"which": 0, "max_tokens": 2, "reads": True})

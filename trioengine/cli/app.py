@@ -246,7 +246,10 @@ def fuzz(
         Literal["quick", "deep"] | None, typer.Option(help="How long the programs are. [default: quick]")
     ] = None,
     replay: Annotated[Path | None, typer.Option(help="Run the program in this file again.")] = None,
-    machine: Annotated[str | None, typer.Option(help="Only this one: engine, power, realtime, http or core.")] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="Only engine, power, realtime, http or core; or yours: file.py:Class."),
+    ] = None,
     keep: Annotated[
         Path | None, typer.Option(help="Where the program that failed is kept. [default: fuzz-failure.json]")
     ] = None,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,15 @@ from rich.console import Console
 from rich.live import Live
 
 from trioengine.core.errors import InvalidConfig
+from trioengine.testing.fuzz.describe import error_text, failure_text, trace_text
 from trioengine.testing.fuzz.machine import Machine
+from trioengine.testing.fuzz.machines import MACHINES, machine_named, name_of
 from trioengine.testing.fuzz.program import ReplayFile, versions
-from trioengine.testing.fuzz.runner import MACHINES, PROFILES, Fuzzer, Report, replayed, silence
-from trioengine.testing.fuzz.trace import Trace, is_fuzzers_own, place
+from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, Report, replayed, silence
+from trioengine.testing.fuzz.trace import is_fuzzers_own, place
 
 KEEP = Path("fuzz-failure.json")
 FUZZER_FAILED = 3  # exit code
-TRACE_LINES = 25  # printed of a trace
 REFRESH = 0.25  # seconds between two lines of progress
 
 
@@ -70,7 +71,8 @@ def fuzz(
     trace: bool = False,
 ) -> int:
     """Run the fuzzer, each machine for its share; return 1 if it found something, 3 for an error of its own."""
-    names = list(MACHINES) if machine is None else [_machine(machine)]
+    names = list(MACHINES) if machine is None else [machine]
+    machines = [_machine(name) for name in names]
     if seconds is None and examples is None:
         seconds = 60.0
     if seconds is not None and not seconds > 0:
@@ -79,9 +81,9 @@ def fuzz(
     reports = []
     time_share = None if seconds is None else seconds / len(names)
     programs = [None] * len(names) if examples is None else shares(examples, len(names))
-    for name, program_share in zip(names, programs, strict=True):
+    for made, program_share in zip(machines, programs, strict=True):
         with Progress() as progress:
-            fuzzer = Fuzzer(MACHINES[name], PROFILES[profile], seed, progress.show)
+            fuzzer = Fuzzer(made, PROFILES[profile], seed, progress.show)
             try:
                 with silence():
                     fuzzer.run(examples=program_share, seconds=time_share)
@@ -89,13 +91,13 @@ def fuzz(
                 progress.close()
                 reports.append(fuzzer.report)
                 if fuzzer.report.failure is not None:
-                    _show_failure(fuzzer.report, keep, MACHINES[name], trace=trace)
+                    _show_failure(fuzzer.report, keep, made, trace=trace)
         if fuzzer.report.failure is not None:
             break
     else:
         print("nothing found:", "; ".join(map(_verdict, reports)))
-    for report in reports:
-        _show_coverage(report)
+    for report, made in zip(reports, machines, strict=False):
+        _show_coverage(report, made.reachable)
     return _exit_code(reports[-1].failure)
 
 
@@ -122,50 +124,37 @@ def _show_failure(report: Report, keep: Path, machine: type[Machine], *, trace: 
     """Print a report's failure, its program, its place and the end of its trace; keep the program."""
     failure, program = report.failure, report.program
     assert failure is not None and program is not None, "a failure has its program"
+    program.machine = name_of(machine)
     keep.write_text(program.to_json(seed=report.seed, found=str(failure)), encoding="utf-8")
-    _show_error(failure)
-    print(f"\n{program}\n")
     with silence():
         found = replayed(machine, program)
-    _show_trace(found.trace, whole=trace)
-    print("".join(traceback.format_exception(failure)))
+    print(failure_text(failure, program, found.trace, whole=trace))
     print(f"replay it: trioengine fuzz --replay {keep}\n")
 
 
-def _show_error(failure: Exception) -> None:
-    own = "the fuzzer itself failed: " if is_fuzzers_own(failure) else ""
-    print(f"{own}{type(failure).__name__}: {failure}\nat {place(failure)}")
-
-
-def _show_trace(trace: Trace, *, whole: bool) -> None:
-    lines = trace.lines if whole else trace.lines[-TRACE_LINES:]
-    hidden = len(trace.lines) - len(lines)
-    print("  pass     time ", f"  the end of the trace; --trace prints {hidden} lines more" if hidden else "")
-    print("\n".join(lines), end="\n\n")
-
-
-def _show_coverage(report: Report) -> None:
+def _show_coverage(report: Report, reachable: AbstractSet[str]) -> None:
     """Print how often each state was reached, and which transitions of the lifecycle tables were not."""
     print(_summary(report))
     print("\n".join(f"{count:8} {state}" for state, count in sorted(report.coverage.items())))
-    missed = sorted(MACHINES[report.machine].reachable - report.coverage.keys())
+    missed = sorted(reachable - report.coverage.keys())
     if missed:
         print(f"not reached, {len(missed)} transitions:", *missed, sep="\n         ")
 
 
-def _machine(name: str) -> str:
-    """Its whole name, of `engine` or such. Raises InvalidConfig."""
-    short = {whole.removesuffix("Machine").lower(): whole for whole in MACHINES}
-    if name not in short:
-        raise InvalidConfig(f"no machine {name!r}; there are {', '.join(short)}")
-    return short[name]
+def _machine(name: str) -> type[Machine]:
+    try:
+        return machine_named(name)
+    except ValueError as exc:
+        raise InvalidConfig(f"--machine: {exc}") from exc
+    except Exception as exc:  # of the module
+        raise InvalidConfig(f"--machine {name}: {type(exc).__name__}: {exc}, at {place(exc)}") from exc
 
 
 def replay_file(path: Path, *, trace: bool) -> int:
     """Run a kept program again; return 1 if it still fails, 3 if the fuzzer itself does."""
     try:
         kept = ReplayFile.from_json(path.read_bytes())
-        machine_type = kept.program.machine_in(MACHINES)
+        machine_type = machine_named(kept.program.machine)
         with silence():
             found = replayed(machine_type, kept.program)
     except OSError as exc:
@@ -180,9 +169,9 @@ def replay_file(path: Path, *, trace: bool) -> int:
         f"steps of tasks {found.machine.checksum}"
     )
     if found.failure is not None:
-        _show_error(found.failure)
+        print(error_text(found.failure))
     if found.failure is not None or trace:
-        _show_trace(found.trace, whole=trace)
+        print(trace_text(found.trace, whole=trace))
     return _exit_code(found.failure)
 
 

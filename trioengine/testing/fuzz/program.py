@@ -7,7 +7,7 @@ import functools
 import json
 import platform
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, ClassVar, TypeAlias, TypeVar
@@ -115,7 +115,7 @@ class Program:
 
     def __str__(self) -> str:
         """Python code that runs it again."""
-        lines = [f"machine = {self.machine}()"]
+        lines = [f"machine = {self.machine.rpartition(':')[2]}()"]
         for name, arguments in self.steps:
             lines.append(f"machine.{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
         return "\n".join([*lines, "machine.teardown()"])
@@ -123,12 +123,6 @@ class Program:
     def to_json(self, **more: object) -> str:
         """The replay file: the program, and the versions that it was found with."""
         return json.dumps({"machine": self.machine, "steps": self.steps, "versions": versions(), **more}, indent=1)
-
-    def machine_in(self, machines: Mapping[str, Machine]) -> Machine:
-        """The machine of the program. Raises ValueError if its name is unknown."""
-        if self.machine not in machines:
-            raise ValueError(f"no machine {self.machine!r}; there are {', '.join(machines)}")
-        return machines[self.machine]
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,9 @@ from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis.errors import Flaky
 from hypothesis.stateful import get_state_machine_test
 
-from trioengine.testing.fuzz.core_machine import CoreMachine
-from trioengine.testing.fuzz.engine_machine import EngineMachine
-from trioengine.testing.fuzz.http_machine import HttpMachine
 from trioengine.testing.fuzz.machine import Finding, Machine
-from trioengine.testing.fuzz.power_machine import PowerMachine
 from trioengine.testing.fuzz.program import BACKEND, ENVIRONMENT_RULES, JUMPS, Program, Step, replay, seed_choices
-from trioengine.testing.fuzz.realtime_machine import RealtimeMachine
 from trioengine.testing.fuzz.trace import Trace
-
-_ALL: tuple[type[Machine], ...] = (EngineMachine, PowerMachine, RealtimeMachine, HttpMachine, CoreMachine)
-MACHINES = {machine.__name__: machine for machine in _ALL}
-
 
 Failed = tuple[Exception, Program]
 A_PASS: Step = ("tick", {"passes": 1, "order": 0})

@@ -1,0 +1,30 @@
+"""Failures as texts: the error and its place, the program, the end of its trace, the traceback."""
+
+from __future__ import annotations
+
+import traceback
+
+from trioengine.testing.fuzz.program import Program
+from trioengine.testing.fuzz.trace import Trace, is_fuzzers_own, place
+
+TRACE_LINES = 25  # shown of a trace
+
+
+def error_text(failure: Exception) -> str:
+    """Describe the failure in two lines: the error, and its place."""
+    own = "the fuzzer itself failed: " if is_fuzzers_own(failure) else ""
+    return f"{own}{type(failure).__name__}: {failure}\nat {place(failure)}"
+
+
+def trace_text(trace: Trace, *, whole: bool) -> str:
+    """Return the last lines of the trace, or all of them."""
+    lines = trace.lines if whole else trace.lines[-TRACE_LINES:]
+    hidden = len(trace.lines) - len(lines)
+    head = "  pass     time" + (f"   the end of the trace; --trace prints {hidden} lines more" if hidden else "")
+    return "\n".join([head, *lines])
+
+
+def failure_text(failure: Exception, program: Program, trace: Trace, *, whole: bool = False) -> str:
+    """Describe a failure with its program, its trace and its traceback."""
+    stack = "".join(traceback.format_exception(failure))
+    return "\n\n".join([error_text(failure), str(program), trace_text(trace, whole=whole), stack])

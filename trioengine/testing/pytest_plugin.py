@@ -1,0 +1,87 @@
+"""A plugin for pytest: the fixture `lifecycle_fuzzer` runs a machine, and a failure shows how to replay it.
+
+In conftest.py, `pytest_plugins = ["trioengine.testing.pytest_plugin"]`. It is no entry point: with one, pytest would
+import trioengine for every test run, and rewrite the assertions of the whole package.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from trioengine.testing.fuzz.describe import failure_text
+from trioengine.testing.fuzz.machine import Machine
+from trioengine.testing.fuzz.machines import name_of
+from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, Report, replayed, silence
+
+EXAMPLES = 200
+MARKER = "lifecycle(profile, examples, seed): how lifecycle_fuzzer searches: quick or deep, how many programs, its seed"
+
+RunMachine: TypeAlias = Callable[[type[Machine]], Report]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options that override the marker."""
+    group = parser.getgroup("trioengine")
+    group.addoption("--fuzz-examples", type=int, help=f"programs for each lifecycle_fuzzer (default: {EXAMPLES})")
+    group.addoption("--fuzz-seed", type=int, help="the seed of each lifecycle_fuzzer (default: 0)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line("markers", MARKER)
+
+
+@pytest.fixture
+def lifecycle_fuzzer(request: pytest.FixtureRequest) -> RunMachine:
+    """A function that runs programs on a machine and returns the report; it fails the test if one of them fails.
+
+    The marker `lifecycle` gives the profile, the number of programs and the seed; the options --fuzz-examples and
+    --fuzz-seed override it. The program that failed is kept in pytest's cache, for `trioengine fuzz --replay`.
+    """
+    marker = request.node.get_closest_marker("lifecycle")
+    given = {} if marker is None else dict(marker.kwargs)
+    if unknown := given.keys() - {"profile", "examples", "seed"}:
+        raise pytest.UsageError(
+            f"the marker lifecycle takes profile, examples and seed, not {', '.join(sorted(unknown))}"
+        )
+    if (profile := given.get("profile", "quick")) not in PROFILES:
+        raise pytest.UsageError(f"no profile {profile!r}; there are {', '.join(PROFILES)}")
+    examples = _first(request.config.getoption("--fuzz-examples"), given.get("examples"), EXAMPLES)
+    seed = _first(request.config.getoption("--fuzz-seed"), given.get("seed"), 0)
+
+    def run(machine: type[Machine]) -> Report:
+        with silence():
+            report = Fuzzer(machine, PROFILES[profile], seed).run(examples=examples)
+        if report.failure is not None:
+            pytest.fail(_complaint(machine, report, _path(request)), pytrace=False)
+        return report
+
+    return run
+
+
+def _first(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
+
+
+def _path(request: pytest.FixtureRequest) -> Path:
+    cache = request.config.cache
+    folder = Path(request.config.rootpath) if cache is None else cache.mkdir("trioengine")
+    name = re.sub(r"[^\w.-]+", "-", request.node.nodeid)
+    return folder / f"{name}.json"
+
+
+def _complaint(machine: type[Machine], report: Report, path: Path) -> str:
+    failure, program = report.failure, report.program
+    assert failure is not None and program is not None, "a failure has its program"
+    with silence():
+        found = replayed(machine, program)
+    text = failure_text(failure, program, found.trace)
+    program.machine = name_of(machine)
+    path.write_text(program.to_json(seed=report.seed, found=str(failure)), encoding="utf-8")
+    where = f"found in program {report.programs_to_find} of seed {report.seed}; replay it:"
+    return f"{text}\n{where}\ntrioengine fuzz --replay {path}"
