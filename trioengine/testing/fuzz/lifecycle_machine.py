@@ -36,8 +36,8 @@ class LifecycleMachine(PeersEnvironment[MemoryPeer]):
     the engine to sleep, end it, and let time pass. In the end there are no faults any more, and every task must end.
 
     A finding is an exception of a task: an AssertionError or any other one, but an EXCUSABLE error of the engine's only
-    if nothing that happened while the task lived explains it. A task, a connection or a session that is left in the end
-    is a finding, too, and so is a difference between the engine and the worker.
+    if nothing that happened while the task lived explains it. Other findings are a task, a connection or a session that
+    is left in the end, and a difference between the engine and the worker.
 
     `config` is the engine's, `limits` are those of the simulated worker; in the end tasks may take `horizon` seconds on
     the simulated clock.
@@ -194,12 +194,13 @@ class LifecycleMachine(PeersEnvironment[MemoryPeer]):
             client.close()
         self._run_out(lambda: not self.present, "connections whose clients have gone are never closed", names)
         if not self.keeps_sessions:
-            self._check_left("no task of the program runs, and sessions are left")
+            self._run_out(lambda: not self._sessions, "no task of the program runs, and sessions are left", names)
         if (serving := self._serving) is not None:
             serving.scope.cancel()
             self._run_out(lambda: serving.over, "serve() was cancelled, and does not end", names)
-        self._check_left("the program has ended, and sessions are left")
+        assert not self._sessions, f"the program has ended, and sessions are left: {self._sessions}"
 
-    def _check_left(self, complaint: str) -> None:
-        left = [session for session in inside.sessions(self.engine) if session.end_cause is None]
-        assert not left, f"{complaint}: {left}"
+    @property
+    def _sessions(self) -> list[inside.SessionActor]:
+        """Those that have not ended."""
+        return [session for session in inside.sessions(self.engine) if session.end_cause is None]
