@@ -39,7 +39,7 @@ class LifecycleMachine(PeersEnvironment[MemoryPeer]):
     if nothing that happened while the task lived explains it. Other findings are a task, a connection or a session that
     is left in the end, and a difference between the engine and the worker.
 
-    `config` is the engine's, `limits` are those of the simulated worker; in the end tasks may take `horizon` seconds on
+    `config` is the engine's, and `limits` the worker's; in the end tasks may take `horizon` seconds on
     the simulated clock.
     """
 
