@@ -39,8 +39,8 @@ class LifecycleMachine(PeersEnvironment[MemoryPeer]):
     if nothing that happened while the task lived explains it. Other findings are a task, a connection or a session that
     is left in the end, and a difference between the engine and the worker.
 
-    `config` is the engine's, and `limits` the worker's; in the end tasks may take `horizon` seconds on
-    the simulated clock.
+    `config` is the engine's, and `limits` the worker's; in the end tasks may take `horizon` seconds on the simulated
+    clock.
     """
 
     config = replace(CONFIG, max_sessions=8, max_num_queued_reqs=4)

@@ -1,4 +1,4 @@
-"""The machines by name: those of trioengine, and classes of other people's modules and files."""
+"""The machines by name: trioengine's own, and classes of other modules and files."""
 
 from __future__ import annotations
 
