@@ -1,6 +1,6 @@
 """A plugin for pytest: the fixture `lifecycle_fuzzer` runs a machine, and a failure shows how to replay it.
 
-In conftest.py, `pytest_plugins = ["trioengine.testing.pytest_plugin"]`. It is no entry point: with one, pytest would
+In conftest.py, `pytest_plugins = ["trioengine.testing.pytest_plugin"]`. It has no entry point: with one, pytest would
 import trioengine for every test run, and rewrite the assertions of the whole package.
 """
 
