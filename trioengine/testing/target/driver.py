@@ -68,15 +68,16 @@ class TrioDriver:
             case Receive(client, timeout):
                 return await self._receive(client, timeout)
             case Leave(client, how):
-                return self._leave(client, how)
+                self._leave(client, how)
             case Wait(seconds):
-                return await trio.sleep(seconds)
+                await trio.sleep(seconds)
             case Now():
                 return trio.current_time()
             case Signal(name):
                 return self._signal(name)
             case Figures():
                 return figures_of(self._pid)
+        return None
 
     async def _connect(self, client: int) -> bool:
         self._leave(client, Close.FIN)
