@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 from trioengine.testing.target.dialects import DIALECTS, OPENAI, SIGNS, Dialect
 from trioengine.testing.target.exchange import GOLDEN_PROMPT, GOLDEN_TOKENS, Exchange, Target
@@ -87,9 +88,7 @@ def _first_model(exchange: Exchange) -> Action[str]:
     if page.status is None:
         raise NoTarget(f"{exchange.target.host} does not answer")
     if page.status != 200 or not isinstance(models, list) or not models:
-        raise NoTarget(
-            f"{exchange.target.dialect.models} answers {page.status}, without a model: name one with --model"
-        )
+        raise NoTarget(f"{exchange.target.dialect.models} answers {page.status}, and lists no model: give --model")
     return str(models[0].get("id"))
 
 
@@ -148,11 +147,6 @@ def _leave_out_missing(exchange: Exchange) -> Action[None]:
         page = yield from exchange.fetch("GET", path, None, PATIENCE)
         if page.status in (401, 403, 404, 405, 501):
             missing.add(path)
-    exchange.target.dialect = replace(
-        dialect,
-        **{
-            name: ""
-            for name in ("metrics", "health", "is_sleeping", "is_paused", "invariants")
-            if getattr(dialect, name) in missing
-        },
-    )
+    names = ("metrics", "health", "is_sleeping", "is_paused", "invariants")
+    changes: dict[str, Any] = {name: "" for name in names if getattr(dialect, name) in missing}
+    exchange.target.dialect = replace(dialect, **changes)
