@@ -7,12 +7,13 @@ seconds, for `SLOTS` requests at a time; the others wait. A subclass plants a bu
 import json
 import re
 import zlib
+from functools import partial
 
 import trio
 
 SLOTS = 3
-PAUSE = 0.002  # seconds for a token
-WORDS = "red blue green gold pink teal grey plum lime navy".split()
+PAUSE = 0.0005  # seconds for a token
+WORDS = ["red", "blue", "green", "gold", "pink", "teal", "grey", "plum", "lime", "navy"]
 MARKER = re.compile(r"Repeat: (\w+)$")
 
 
@@ -31,30 +32,35 @@ class FaultyServer:
 
     async def serve(self, *, task_status=trio.TASK_STATUS_IGNORED):
         async with trio.open_nursery() as nursery:
-            (listener,) = await nursery.start(trio.serve_tcp, self.accept, 0)
+            (listener,) = await nursery.start(partial(trio.serve_tcp, self.accept, 0, host="127.0.0.1"))
             self.port = listener.socket.getsockname()[1]
             task_status.started(self)
 
     async def accept(self, stream):
         try:
-            data = b""
-            while b"\r\n\r\n" not in data:
-                if not (piece := await stream.receive_some()):
-                    return
-                data += piece
-            head, body = data.split(b"\r\n\r\n", 1)
-            length = int((re.search(rb"(?i)content-length: (\d+)", head) or [0, 0])[1])
-            while len(body) < length:
-                if not (piece := await stream.receive_some()):
-                    return
-                body += piece
-            await self.answer(stream, head.split()[1].decode().split("?")[0], body)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            await self.read(stream)
+        except* (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
+
+    async def read(self, stream):
+        data = b""
+        while b"\r\n\r\n" not in data:
+            if not (piece := await stream.receive_some()):
+                return
+            data += piece
+        head, body = data.split(b"\r\n\r\n", 1)
+        length = int((re.search(rb"(?i)content-length: (\d+)", head) or [0, 0])[1])
+        while len(body) < length:
+            if not (piece := await stream.receive_some()):
+                return
+            body += piece
+        await self.answer(stream, head.split()[1].decode().split("?")[0], body)
 
     async def send(self, stream, status, value, kind="application/json"):
         text = (value if isinstance(value, str) else json.dumps(value)).encode()
-        head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"
+        head = (
+            f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"
+        )
         await stream.send_all(head.encode() + text)
 
     async def answer(self, stream, path, body):
@@ -96,14 +102,14 @@ class FaultyServer:
         except (ValueError, TypeError, KeyError):
             await self.send(stream, 400, {"error": {"message": "bad request"}})
             return
-        id = fields.get("rid", "") or str(id_of(stream))
+        name = fields.get("rid", "") or str(id(stream))
         with trio.CancelScope() as scope:
-            self.scopes[id] = scope
+            self.scopes[name] = scope
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.watch, stream, scope)
                 await self.run(stream, prompt, limit, fields["stream"])
                 nursery.cancel_scope.cancel()
-        self.scopes.pop(id, None)
+        self.scopes.pop(name, None)
 
     async def watch(self, stream, scope):
         try:
@@ -156,10 +162,6 @@ class FaultyServer:
 
     async def event(self, stream, value):
         await stream.send_all(f"data: {json.dumps(value)}\n\n".encode())
-
-
-def id_of(stream):
-    return id(stream)
 
 
 class LeakAfterDisconnect(FaultyServer):
@@ -254,8 +256,6 @@ class CrashByAbort(FaultyServer):
         except BaseException:
             self.crashed = queued
             raise
-
-
 
 
 class Sleeper(FaultyServer):

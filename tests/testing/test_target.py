@@ -18,14 +18,13 @@ from helpers.faulty_servers import (
     StuckAfterAborts,
 )
 
-from trioengine.testing.target import hunt as hunting
 from trioengine.testing.target.calibrate import calibrate, detect
 from trioengine.testing.target.dialects import OPENAI
 from trioengine.testing.target.driver import TrioDriver
 from trioengine.testing.target.exchange import Target
 from trioengine.testing.target.hunt import Hunt
 
-DEADLINE = 1.0  # seconds; the fakes answer in milliseconds
+DEADLINE = 0.3  # seconds; the fakes answer in milliseconds
 
 
 class Served:
@@ -34,13 +33,13 @@ class Served:
     def __init__(self, kind, nursery):
         self.kind, self.nursery = kind, nursery
 
-    async def start(self):
+    async def start(self, deadline):
         self.server = await self.nursery.start(self.kind().serve)
         self.driver = TrioDriver("127.0.0.1", self.server.port)
         target = Target(f"127.0.0.1:{self.server.port}", "", OPENAI)
         target.dialect = await self.driver.run(detect(target))
         self.target = await self.driver.run(calibrate(target))
-        self.target.deadline = self.target.call_deadline = DEADLINE
+        self.target.deadline = self.target.call_deadline = deadline
         return self
 
     async def fresh(self):
@@ -49,21 +48,14 @@ class Served:
         self.driver._address = ("127.0.0.1", server.port)
 
 
-async def searched(kind, programs, monkeypatch, shrinking=1.5, restart=True):
-    monkeypatch.setattr(hunting, "SHRINKING", shrinking)
+async def searched(kind, programs, deadline=DEADLINE):
     async with trio.open_nursery() as nursery:
-        served = await Served(kind, nursery).start()
-        hunt = Hunt(served.driver, served.target, seed=1, fresh=served.fresh if restart else None)
-        keep = hunt._keep
-        first = []
-
-        async def stop_at_the_first(run, finding):
-            await keep(run, finding)
-            first.append(finding)
-            return False
-
-        hunt._keep = stop_at_the_first
-        outcome = await hunt.search(programs=programs)
+        served = await Served(kind, nursery).start(deadline)
+        hunt = Hunt(served.driver, served.target, seed=1, fresh=served.fresh, longest=6)
+        for _ in range(programs):
+            outcome = await hunt.search(programs=hunt.outcome.programs + 1)
+            if outcome.found:
+                break
         nursery.cancel_scope.cancel()
     return outcome
 
@@ -84,8 +76,8 @@ BUGS = {
 
 
 @pytest.mark.parametrize("kind", BUGS, ids=lambda kind: kind.__name__)
-async def test_a_published_bug_is_found_again(kind, monkeypatch):
-    outcome = await searched(kind, 150, monkeypatch)
+async def test_a_published_bug_is_found_again(kind):
+    outcome = await searched(kind, 200)
     (found,) = outcome.found
     assert found.finding.oracle in BUGS[kind], found.finding
     assert found.failed >= 4 and found.replays == 5
@@ -93,6 +85,6 @@ async def test_a_published_bug_is_found_again(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [FaultyServer, Sleeper])
-async def test_a_server_without_a_bug_has_no_finding(kind, monkeypatch):
-    outcome = await searched(kind, 15, monkeypatch)
+async def test_a_server_without_a_bug_has_no_finding(kind):
+    outcome = await searched(kind, 15, deadline=10.0)
     assert outcome.found == [] and outcome.programs == 15

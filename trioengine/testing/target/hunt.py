@@ -18,6 +18,7 @@ from trioengine.testing.target.program import ALWAYS, Step, draw, simpler, step_
 
 REPLAYS = 5
 SHRINKING = 90.0  # seconds
+LONGEST = 12  # steps of a program
 WARM_UP = 10  # programs before the first figures of the process
 FORMAT = 1
 
@@ -80,11 +81,13 @@ class Hunt:
         fresh: Callable[[], Awaitable[None]] | None = None,
         *,
         has_pid: bool = False,
+        longest: int = LONGEST,
     ) -> None:
         self.target = target
         self.outcome = Outcome()
         self._driver = driver
         self._seed = seed
+        self._longest = longest
         self._progress = progress
         self._fresh = fresh
         self._chooser = random.Random(seed)
@@ -104,7 +107,7 @@ class Hunt:
         while programs is None or self.outcome.programs < programs:
             if seconds is not None and trio.current_time() - begin >= seconds:
                 break
-            run, finding = await self.run(draw(self._chooser, self._rules))
+            run, finding = await self.run(draw(self._chooser, self._rules, self._longest))
             self._count(run, trio.current_time() - begin)
             if finding is not None and not await self._keep(run, finding):
                 break
@@ -164,17 +167,27 @@ class Hunt:
     async def _shrink(self, found: Found) -> None:
         """Take smaller programs as long as they fail by the same oracle, in bounded time."""
         with trio.move_on_after(SHRINKING):
-            smaller = True
-            while smaller and found.recovered:
-                smaller = await self._took_smaller(found)
+            await self._leave_out(found)
+            await self._simplify(found)
+            await self._leave_out(found)
 
-    async def _took_smaller(self, found: Found) -> bool:
-        for steps in simpler(found.steps):
-            if not found.recovered:
-                return False
-            if await self._fails(found, steps):
-                return True
-        return False
+    async def _leave_out(self, found: Found) -> None:
+        """Leave out parts of the program, large ones first."""
+        size = len(found.steps) - 1
+        while size > 0:
+            at = 0
+            while at < len(found.steps) and found.recovered:
+                rest = found.steps[:at] + found.steps[at + size :]
+                if not rest or not await self._fails(found, rest):
+                    at += size
+            size //= 2
+
+    async def _simplify(self, found: Found) -> None:
+        """Take the simplest argument with which the program still fails."""
+        for at, name in [(at, name) for at, step in enumerate(found.steps) for name in step.args]:
+            for step in simpler(found.steps[at], name):
+                if not found.recovered or await self._fails(found, [*found.steps[:at], step, *found.steps[at + 1 :]]):
+                    break
 
     async def _replay(self, found: Found) -> None:
         found.failed = found.replays = 0

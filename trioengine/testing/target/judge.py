@@ -48,7 +48,6 @@ class Judge(Exchange):
         self.markers: dict[int, str] = {}
         self.before = Snapshot()
         self.answers = 0
-        self.cleared: str | None = None  # the call after which no cached token may be left
 
     def judge_client(self, number: int, client: Client) -> None:
         answer, response, target = answer_of(client.response), client.response, self.target
@@ -68,7 +67,7 @@ class Judge(Exchange):
         """Judge the server when all clients have left."""
         target = self.target
         yield from self.note("probe", f"POST {self.route}", to_server=True)
-        probe = yield from self._golden(1)
+        probe = yield from self.golden(1)
         yield from self.note("probe", f"{probe.status}", to_server=False)
         yield from self._health()
         if probe.status != 200 or not probe.ended:
@@ -76,7 +75,7 @@ class Judge(Exchange):
             self.findings.append(Finding("probe", f"a completion was not answered in {target.deadline:g} s: {state}"))
             return
         yield from self._judge_rest()
-        answer = answer_of((yield from self._golden(GOLDEN_TOKENS)))
+        answer = answer_of((yield from self.golden(GOLDEN_TOKENS)))
         self.findings += check_golden(answer, target.golden)
         self.findings += check_markers(-1, answer.text, self.markers)
         self._judge_prompt(answer)
@@ -85,23 +84,15 @@ class Judge(Exchange):
         self.evidence["process"] = figures
         self.findings += check_process(target.process, figures)
 
-    def _golden(self, tokens: int) -> Action[Response]:
+    def golden(self, tokens: int) -> Action[Response]:
         """Ask the golden prompt; a server that refuses because it is busy is asked again."""
         deadline = (yield Now()) + self.target.deadline
         while True:
             left = max(0.1, deadline - (yield Now()))
             response = yield from self.complete(GOLDEN_PROMPT, tokens, left, golden=tokens == GOLDEN_TOKENS)
-            if self.cleared is not None and response.status == 200:
-                self._judge_cached(answer_of(response))
             if response.status not in (429, 503) or (yield Now()) >= deadline:
                 return response
             yield Wait(0.1)
-
-    def _judge_cached(self, answer: Answer) -> None:
-        if answer.cached_tokens:
-            message = f"the first answer after {self.cleared} has cached_tokens {answer.cached_tokens}"
-            self.findings.append(Finding("cached", message))
-        self.cleared = None
 
     def _judge_prompt(self, answer: Answer) -> None:
         expected, usage = self.target.golden.prompt_tokens, answer.usage or {}

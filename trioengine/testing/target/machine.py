@@ -15,6 +15,7 @@ from trioengine.testing.target.exchange import GOLDEN_PROMPT, GOLDEN_TOKENS, Tar
 from trioengine.testing.target.judge import Client, Judge
 from trioengine.testing.target.oracles import (
     Finding,
+    check_cached,
     check_state,
 )
 from trioengine.testing.target.program import Step
@@ -219,13 +220,21 @@ class Run(Judge):
         """Make a call that changes the server's state, if the table has it."""
         if (self.power, rule) not in TRANSITIONS or rule not in self.target.dialect.calls:
             return
+        quiet = False
         if rule not in ("resume", "wake"):
             self._excuse_all()
+            quiet = not self.clients and not (yield from self.snapshot()).complaints(self.before, self.target.dialect)
         if (yield from self._call(rule, variant)):
             self.power = TRANSITIONS[self.power, rule]
-            if rule in self.target.dialect.clears_cache:
-                self.cleared = rule
             yield from self._check_state()
+            if quiet and rule in self.target.dialect.clears_cache:
+                yield from self._check_cached(rule)
+
+    def _check_cached(self, rule: str) -> Action[None]:
+        """Ask the golden prompt, which was asked before, as the first request after a clearing call."""
+        response = yield from self.golden(GOLDEN_TOKENS)
+        if response.status == 200:
+            self.findings += check_cached(rule, answer_of(response))
 
     def _call(self, rule: str, variant: int = 0, id: str = "") -> Action[bool]:
         calls = self.target.dialect.calls.get(rule)

@@ -158,3 +158,10 @@ def check_state(name: str, status: int | None, value: Any, expected: bool) -> li
     if status != 200 or not isinstance(reported, bool) or reported == expected:
         return []
     return [Finding("state", f"{name} is {reported}, after calls that make it {expected}")]
+
+
+def check_cached(rule: str, answer: Answer) -> list[Finding]:
+    """Judge the first answer after a call that clears the prefix cache."""
+    if not answer.cached_tokens:
+        return []
+    return [Finding("cached", f"the first answer after {rule} has cached_tokens {answer.cached_tokens}")]

@@ -52,13 +52,13 @@ class Step:
         return f"{self.rule}({', '.join(f'{name}={value!r}' for name, value in self.args.items())})"
 
 
-def draw(chooser: random.Random, rules: Collection[str], longest: int = 12) -> list[Step]:
+def draw(chooser: random.Random, rules: Collection[str], longest: int) -> list[Step]:
     """Draw a program; most leave out some rules, so that the others meet more often."""
     chosen = [rule for rule in rules if rule in ("open", "close") or chooser.random() < 0.6]
     weights = [WEIGHTS.get(rule, 1) for rule in chosen]
     steps: list[Step] = []
     opened: list[int] = []
-    for rule in chooser.choices(chosen, weights, k=chooser.randint(3, longest)):
+    for rule in chooser.choices(chosen, weights, k=chooser.randint(2, longest)):
         step = _draw_step(chooser, rule, opened)
         if rule in ("open", "reuse"):
             opened.append(step.args["client"])
@@ -94,18 +94,9 @@ def _is_allowed(value: Any, values: tuple[Any, ...]) -> bool:
     return value in values
 
 
-def simpler(steps: list[Step]) -> list[list[Step]]:
-    """Return smaller programs: without a part, then with an argument simplified."""
-    found: list[list[Step]] = []
-    size = max(1, len(steps) // 2)
-    while True:
-        found += [steps[:at] + steps[at + size :] for at in range(0, len(steps), size)]
-        if size == 1:
-            break
-        size //= 2
-    for at, step in enumerate(steps):
-        for name, values in RULES[step.rule].items():
-            if name not in ("client", "of") and step.args[name] in values:
-                before = values[: values.index(step.args[name])]
-                found += [[*steps[:at], Step(step.rule, step.args | {name: each}), *steps[at + 1 :]] for each in before]
-    return [each for each in found if each]
+def simpler(step: Step, name: str) -> list[Step]:
+    """Return the step with each simpler value of an argument, simplest first."""
+    values = RULES[step.rule][name]
+    if name in ("client", "of") or step.args[name] not in values:
+        return []
+    return [Step(step.rule, step.args | {name: value}) for value in values[: values.index(step.args[name])]]
