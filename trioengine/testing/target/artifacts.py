@@ -55,10 +55,11 @@ def _arrow(event: Event, client: int, server: int, y: int) -> list[str]:
 
 def script(found: Found, target: Target) -> str:
     """Return a Python program without dependencies that runs the steps, and exits with 1 if the finding recurs."""
+    about = "Reproduces a finding of `trioengine fuzz --target`, and exits with 1 if it recurs."
     usage = "Usage: python3 SCRIPT [HOST:PORT [PID]]. A key of the server is read from TARGET_API_KEY."
     steps = "".join(f"    {step!r},\n" for step in found.steps)
     parts = [
-        f'#!/usr/bin/env python3\n"""Reproduces a finding of `trioengine fuzz --target`, and exits with 1 if it recurs.\n\n{usage}\n"""',
+        f'#!/usr/bin/env python3\n"""{about}\n\n{usage}\n"""',
         "from __future__ import annotations",
         *(f"# ---- {module.__name__.rpartition('.')[2]}\n{_body(inspect.getsource(module))}" for module in _MODULES),
         f"# ---- the finding\n# {_one_line(str(found.finding))}\nTARGET = {target!r}\nSTEPS = [\n{steps}]",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import trio
@@ -17,7 +17,8 @@ from trioengine.testing.target.oracles import Finding
 from trioengine.testing.target.program import ALWAYS, Step, draw, simpler, step_from
 
 REPLAYS = 5
-SHRINKING = 90.0  # seconds
+CONFIRMATIONS = 2  # failures in a row of a program that replaces a larger one
+SHRINKING = 180.0  # seconds
 LONGEST = 12  # steps of a program
 WARM_UP = 10  # programs before the first figures of the process
 FORMAT = 1
@@ -154,6 +155,15 @@ class Hunt:
         _, finding = await self.run([], frozenset())
         return finding is None
 
+    async def _fails_again(self, found: Found, steps: list[Step]) -> bool:
+        """Whether a program fails twice in a row: one that seldom fails is not worth keeping."""
+        before = replace(found)
+        for _ in range(CONFIRMATIONS):
+            if not found.recovered or not await self._fails(found, steps):
+                vars(found).update(vars(before) | {"recovered": found.recovered})
+                return False
+        return True
+
     async def _fails(self, found: Found, steps: list[Step]) -> bool:
         run, finding = await self.run(steps, frozenset())
         same = [each for each in run.findings if each.oracle == found.finding.oracle]
@@ -178,7 +188,7 @@ class Hunt:
             at = 0
             while at < len(found.steps) and found.recovered:
                 rest = found.steps[:at] + found.steps[at + size :]
-                if not rest or not await self._fails(found, rest):
+                if not rest or not await self._fails_again(found, rest):
                     at += size
             size //= 2
 
@@ -186,7 +196,9 @@ class Hunt:
         """Take the simplest argument with which the program still fails."""
         for at, name in [(at, name) for at, step in enumerate(found.steps) for name in step.args]:
             for step in simpler(found.steps[at], name):
-                if not found.recovered or await self._fails(found, [*found.steps[:at], step, *found.steps[at + 1 :]]):
+                if not found.recovered or await self._fails_again(
+                    found, [*found.steps[:at], step, *found.steps[at + 1 :]]
+                ):
                     break
 
     async def _replay(self, found: Found) -> None:

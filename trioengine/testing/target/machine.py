@@ -49,6 +49,8 @@ class Run(Judge):
         self._opened = 0
 
     def perform(self) -> Action[Finding | None]:
+        if any(step.rule in self.target.dialect.clears_cache for step in self.steps):
+            yield from self.golden(GOLDEN_TOKENS)  # so that its tokens are in the prefix cache
         self.before = yield from self.snapshot()
         for step in self.steps:
             yield from self.note("program", str(step), to_server=True)
@@ -63,7 +65,8 @@ class Run(Judge):
 
     def do_open(self, client: int, stream: bool, max_tokens: int, words: int, golden: bool) -> Action[None]:
         yield from self._leave(client, Close.FIN)
-        yield from self._open(client, f"fz{self.tag}-{client}", stream, max_tokens, words, golden)
+        id = f"fz{self.tag}{'x' * client}"  # the ids of larger numbers begin with it
+        yield from self._open(client, id, stream, max_tokens, words, golden)
 
     def _open(self, client: int, id: str, stream: bool, max_tokens: int, words: int, golden: bool) -> Action[None]:
         marker = self._marker()
@@ -122,7 +125,7 @@ class Run(Judge):
         """Open requests at once, and leave them together."""
         numbers = range(100, 100 + count)
         for number in numbers:
-            yield from self._open(number, f"fz{self.tag}-{number}", True, 64, words, False)
+            yield from self._open(number, f"fz{self.tag}-burst-{number}", True, 64, words, False)
         for number in numbers:
             if chunks and self.power is Power.AWAKE:
                 yield from self.do_read(number, chunks)
