@@ -12,7 +12,7 @@ from helpers.faulty_servers import FaultyServer, LeakAfterDisconnect
 
 from trioengine.cli import fuzz_target
 from trioengine.cli.app import run
-from trioengine.testing.target import calibrate
+from trioengine.testing.target import calibrate, hunt
 
 
 @pytest.fixture
@@ -79,9 +79,10 @@ def test_nothing_found(serving, tmp_path, capsys):
 
 def test_a_finding_is_kept_and_replayed(serving, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(calibrate, "LEAST", 0.2)
+    monkeypatch.setattr(hunt, "SHRINKING", 1.0)
     url, keep, report = serving(LeakAfterDisconnect), tmp_path / "found.json", tmp_path / "report.html"
     command = ["fuzz", "--target", url, "--api-key", "secret-key"]
-    assert run([*command, "--minutes", "0.01", "--seed", "4", "--keep", str(keep), "--report", str(report)]) == 1
+    assert run([*command, "--minutes", "0.05", "--seed", "4", "--keep", str(keep), "--report", str(report)]) == 1
     output = capsys.readouterr().out
     assert output.startswith("1 finding: ") and "rest: sglang:num_running_reqs is" in output
     assert f"--replay {keep}" in output

@@ -89,7 +89,7 @@ class BlockingDriver:
 
 
 def reproduce(target: Target, steps: list[Step], tag: str, oracle: str, arguments: list[str]) -> int:
-    """Run the program; return 1 if it fails by the same oracle, 0 if not.
+    """Run the program; return 1 if it fails, 0 if not.
 
     The arguments are a host and port, and the id of the server's process; both may be left out.
     """
@@ -102,8 +102,8 @@ def reproduce(target: Target, steps: list[Step], tag: str, oracle: str, argument
     BlockingDriver(host.strip("[]"), int(port), pid).run(run.perform())
     for event in run.log:
         sys.stdout.write(f"{event.at:8.3f}  {event.client:>9} {'->' if event.to_server else '<-'} {event.text}\n")
-    same = [finding for finding in run.findings if finding.oracle == oracle]
     for finding in run.findings:
         sys.stdout.write(f"{finding}\n")
-    sys.stdout.write("reproduced\n" if same else "not reproduced\n")
-    return int(bool(same))
+    same = any(finding.oracle == oracle for finding in run.findings)
+    sys.stdout.write("reproduced\n" if same else "another finding\n" if run.findings else "not reproduced\n")
+    return int(bool(run.findings))
