@@ -54,6 +54,7 @@ class Served:
     async def fresh(self):
         """Replace the server, as a restart does."""
         server = await self.nursery.start(self.kind().serve)
+        self.port = server.port
         self.driver._address = ("127.0.0.1", server.port)
 
 
@@ -114,12 +115,13 @@ async def test_a_queued_client_that_leaves_aborts_another():
 async def test_the_script_reproduces_the_finding(kind, tmp_path):
     async with trio.open_nursery() as nursery:
         served = await Served(kind, nursery).start(DEADLINE)
-        hunt = Hunt(served.driver, served.target, seed=BUGS[kind][1], longest=6)
+        hunt = Hunt(served.driver, served.target, seed=BUGS[kind][1], fresh=served.fresh, longest=6)
         while not hunt.outcome.found:
             await hunt.search(programs=hunt.outcome.programs + 1)
         (path := tmp_path / "finding.py").write_text(script(hunt.outcome.found[0], served.target))
-        command = [sys.executable, "-I", "-S", str(path), f"127.0.0.1:{served.server.port}"]
         for _ in range(5):
+            await served.fresh()
+            command = [sys.executable, "-I", "-S", str(path), f"127.0.0.1:{served.port}"]
             done = await trio.run_process(command, check=False, capture_stdout=True, capture_stderr=True)
             assert done.returncode == 1 and b"not reproduced" not in done.stdout, (done.stdout, done.stderr)
         healthy = await nursery.start(FaultyServer().serve)
