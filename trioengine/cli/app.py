@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -251,14 +251,50 @@ def fuzz(
         typer.Option(help="Only engine, power, realtime, http or core; or yours: file.py:Class."),
     ] = None,
     keep: Annotated[
-        Path | None, typer.Option(help="Where the program that failed is kept. [default: fuzz-failure.json]")
+        Path | None,
+        typer.Option(help="Where the program that failed is kept. [default: fuzz-failure.json or fuzz-finding.json]"),
     ] = None,
     trace: Annotated[bool | None, typer.Option("--trace", help="Print the whole trace of a failure.")] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="URL", help="Fuzz the server at this URL instead: any with OpenAI's API.")
+    ] = None,
+    dialect: Annotated[
+        str | None,
+        typer.Option(help="With --target: openai, vllm, sglang, llama.cpp or trioengine; without it detected."),
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(help="With --target: how long to search. [default: 5]")] = None,
+    model: Annotated[str | None, typer.Option(help="With --target: the model; without it the server's first.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="With --target: the server's key.")] = None,
+    pid: Annotated[
+        int | None, typer.Option(min=1, help="With --target: the server's process, to watch and to stop for a while.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="With --target: write an HTML page with the findings.")] = None,
+    i_own_this_server: Annotated[
+        bool, typer.Option("--i-own-this-server", help="With --target: permit one on another machine.")
+    ] = False,
 ) -> int:
-    """Look for a program that breaks the engine's promises.
+    """Look for a program that breaks the engine's promises, or a server's.
 
-    On a simulated worker; exit code 1 if there is one, 3 if the fuzzer itself fails.
+    Without --target on a simulated worker. Exit code 1 if there is one, 3 if the fuzzer itself fails.
     """
+    for_target = {
+        "dialect": dialect,
+        "minutes": minutes,
+        "model": model,
+        "api_key": api_key,
+        "pid": pid,
+        "report": report,
+        "i_own_this_server": i_own_this_server or None,
+    }
+    for_both = {"seed": seed, "replay": replay, "keep": keep}
+    for_engine = {"seconds": seconds, "examples": examples, "profile": profile, "machine": machine, "trace": trace}
+    if target is not None:
+        _refuse_given(for_engine, "does not go with --target")
+        from trioengine.cli.fuzz_target import TargetOptions, fuzz_target
+
+        given = {name: value for name, value in (for_target | for_both).items() if value is not None}
+        return fuzz_target(TargetOptions(target, **given))  # type: ignore[arg-type]
+    _refuse_given(for_target, "is for --target")
     try:
         from trioengine.cli.fuzz import run as run_fuzz
     except ModuleNotFoundError as exc:
@@ -266,14 +302,11 @@ def fuzz(
             raise
         raise InvalidConfig("the fuzzer needs hypothesis: pip install hypothesis") from exc
 
-    options = {
-        "seconds": seconds,
-        "examples": examples,
-        "seed": seed,
-        "profile": profile,
-        "replay": replay,
-        "machine": machine,
-        "keep": keep,
-        "trace": trace,
-    }
-    return run_fuzz({name: value for name, value in options.items() if value is not None})
+    return run_fuzz({name: value for name, value in (for_engine | for_both).items() if value is not None})
+
+
+def _refuse_given(options: Mapping[str, object], reason: str) -> None:
+    """Refuse options that have no effect. Raises InvalidConfig."""
+    for name, value in options.items():
+        if value is not None:
+            raise InvalidConfig(f"--{name.replace('_', '-')} {reason}")
