@@ -193,5 +193,5 @@ def test_files_that_pages_name_exist(page):
         for path in (root / folder).rglob("*")
     }
     prose = re.sub(r"```.*?```", "", (DOCS / page).read_text(), flags=re.DOTALL)
-    named = set(re.findall(r"`([\w/-]+\.(?:py|cpp|mjs|ts))`", prose)) - {"vllm_offline.py"}
+    named = set(re.findall(r"`([\w/-]+\.(?:py|cpp|mjs|ts))`", prose)) - {"vllm_offline.py", "llama.cpp"}
     assert {name for name in named if not any(path.endswith(f"/{name}") for path in files)} == set()

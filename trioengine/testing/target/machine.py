@@ -147,7 +147,7 @@ class Run(Judge):
         body = self.body("x " * (kilobytes * 512), 1, stream=False)
         yield from self._refused(f"a body of {kilobytes} KB", self.route, body)
 
-    def do_bad(self, what: str) -> Action[None]:
+    def do_bad(self, kind: str) -> Action[None]:
         good = json.loads(self.body("Hello", 1, stream=False))
         prompt = "messages" if "messages" in good else "prompt"
         changes: dict[str, dict[str, Any]] = {
@@ -157,18 +157,18 @@ class Run(Judge):
             "unknown model": {"model": "a-model-that-does-not-exist"},
         }
         bodies = {"not json": b'{"model": ', "empty": b""}
-        body = bodies.get(what) if what in bodies else json.dumps(good | changes[what]).encode()
-        yield from self._refused(what, self.route, body)
+        body = bodies.get(kind) if kind in bodies else json.dumps(good | changes[kind]).encode()
+        yield from self._refused(kind, self.route, body)
 
-    def _refused(self, what: str, path: str, body: bytes | None) -> Action[None]:
-        yield from self.note("odd", f"POST {path}: {what}", to_server=True)
+    def _refused(self, kind: str, path: str, body: bytes | None) -> Action[None]:
+        yield from self.note("odd", f"POST {path}: {kind}", to_server=True)
         response = yield from self.fetch("POST", path, body, self.target.deadline)
         yield from self.note("odd", f"{response.status}", to_server=False)
         dialect = self.target.dialect
         may = (*dialect.bad_may, *dialect.unavailable_may) if self.power is not Power.AWAKE else dialect.bad_may
-        may = (*may, 200) if what in ("unknown model",) or what.startswith("a body") else may
+        may = (*may, 200) if kind in ("unknown model",) or kind.startswith("a body") else may
         if response.status is not None and response.status not in may:
-            self.findings.append(Finding("refusal", f"{what}: {response.status}, {response.body[:200]!r}"))
+            self.findings.append(Finding("refusal", f"{kind}: {response.status}, {response.body[:200]!r}"))
 
     def do_native(self, how: str) -> Action[None]:
         """Begin a completion on the server's own route, and leave."""

@@ -24,7 +24,7 @@ RULES: dict[str, dict[str, tuple[Any, ...]]] = {  # the arguments, each with its
     "burst": {"count": (2, 1, 4, 8, 12), "chunks": (0, 1), "how": ("fin", "rst"), "words": (0, 200)},
     "wait": {"milliseconds": (10, 100, 500)},
     "oversize": {"kilobytes": (100, 1000, 6000)},
-    "bad": {"what": BAD},
+    "bad": {"kind": BAD},
     "native": {"how": ("fin", "rst")},
     "abort": {"client": tuple(range(CLIENTS))},
     "reuse": {"client": tuple(range(CLIENTS)), "of": tuple(range(CLIENTS))},
