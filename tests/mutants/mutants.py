@@ -16,6 +16,7 @@ from power_mutants import POWER_MUTANTS
 from replay_mutants import REPLAY_MUTANTS
 from server_mutants import SERVER_MUTANTS
 from session_mutants import SESSION_MUTANTS
+from text_mutants import TEXT_MUTANTS
 from worker_mutants import WORKER_MUTANTS
 
 
@@ -25,5 +26,5 @@ def _row(mutant: Mutant) -> tuple[int, str]:
 
 
 _OF_THE_ENGINE = (*SESSION_MUTANTS, *GATE_MUTANTS, *POWER_MUTANTS, *REPLAY_MUTANTS)
-_AROUND_IT = (*LINK_MUTANTS, *IMAGE_MUTANTS, *WORKER_MUTANTS, *SERVER_MUTANTS)
+_AROUND_IT = (*LINK_MUTANTS, *IMAGE_MUTANTS, *WORKER_MUTANTS, *SERVER_MUTANTS, *TEXT_MUTANTS)
 MUTANTS: dict[str, Mutant] = {mutant.id: mutant for mutant in sorted((*_OF_THE_ENGINE, *_AROUND_IT), key=_row)}

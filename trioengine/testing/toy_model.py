@@ -258,6 +258,7 @@ class ToyRunner:
         sampled: list[Sampled] = []
         for entry in output.scheduled:
             sequence = entry.sequence
+            assert entry.num_new_tokens > 0, "a step that computes nothing of a request"
             slots = [self._slot(sequence.block_table, position) for position in range(sequence.num_tokens)]
             salt, computed = sequence.params.cache_salt, sequence.num_computed_tokens
             assert all(self._salts[slot] == salt for slot in slots[:computed]), "computed under another cache salt"

@@ -295,12 +295,22 @@ def check_answer(
     if ids:
         check_seen(images)
     length = min(room, params.max_tokens or room)
-    expected = reference(prompt, length, params.stop, *weights[:1], ignore_eos=params.ignore_eos, images=images)
+    expected = reference(
+        prompt,
+        length,
+        params.stop,
+        *weights[:1],
+        ignore_eos=params.ignore_eos,
+        min_tokens=params.min_tokens,
+        images=images,
+    )
     if completion.finish_reason is FinishReason.ABORT:
         assert completion.cause in causes, f"aborted by {completion.cause}, there were {causes or 'no causes'}"
         assert not ids or ids != expected.token_ids, f"the whole answer {text!r} came, and is an abort"
         assert expected.token_ids[: len(ids)] == ids, f"{ids} is not part of the model's answer {expected.token_ids}"
-        assert expected.text.startswith(text), f"{text!r} is not part of the model's answer {expected.text!r}"
+        shown = "".join(chr(token) for token in ids if token != IM_END)
+        assert text == shown, f"the text of an abort is {text!r}, of its tokens {shown!r}"
+        assert completion.usage.completion_tokens == len(ids), f"counted wrongly: {completion.usage}"
         return
     assert ids == expected.token_ids, f"the answer is {ids}, the model's is {expected.token_ids}"
     assert text == expected.text, f"the answer is {text!r}, the model's is {expected.text!r}"
@@ -342,19 +352,27 @@ def _next(history: tuple[int, ...], weights: int, images: tuple[ToyImage, ...]) 
 def reference(
     prompt: tuple[int, ...],
     max_tokens: int,
-    stop: tuple[str, ...],
+    stop: tuple[str, ...] = (),
     weights: int = 0,
     *,
     ignore_eos: bool = False,
+    min_tokens: int = 0,
     images: tuple[ToyImage, ...] = (),
 ) -> Answer:
-    length = max(max_tokens, 0)  # a prompt may be longer than the context
-    ids = tuple(toy_answer(prompt, length, ignore_eos=ignore_eos, weights=weights, images=images))
-    ended = ids[-1:] == (IM_END,) and not ignore_eos
+    """The model's answer, by its own arithmetic: the end token and stop strings do not end a shorter answer."""
+    length = max(max_tokens, 0) if prompt else 0  # a prompt may be longer than the context
+    ids = tuple(toy_answer(prompt, length, ignore_eos=True, weights=weights, images=images))
+    ends = [at + 1 for at, token in enumerate(ids) if token == IM_END and at + 1 >= min_tokens and not ignore_eos]
+    ids = ids[: min(ends, default=length)]
     shown = [at for at, token in enumerate(ids) if token != IM_END]
     text = bytes(ids[at] for at in shown).decode("ascii")  # a token is a character, or hidden
-    found = [(shown[text.index(string) + len(string) - 1] + 1, text.index(string)) for string in stop if string in text]
-    if found:
-        taken, cut = min(found)
+    stops = [
+        (shown[at + len(string) - 1] + 1, at)
+        for string in stop
+        for at in range(len(text) - len(string) + 1)
+        if text.startswith(string, at) and shown[at + len(string) - 1] + 1 >= min_tokens
+    ]
+    if stops:
+        taken, cut = min(stops)
         return Answer(ids[:taken], text[:cut], FinishReason.STOP)
-    return Answer(ids, text, FinishReason.STOP if ended else FinishReason.LENGTH)
+    return Answer(ids, text, FinishReason.STOP if ends else FinishReason.LENGTH)

@@ -11,8 +11,16 @@ from trioengine.core.errors import EngineOverloaded, SessionBusy
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import UNPREPARED, Reader, Style, latest_first
-from trioengine.testing.fuzz.conversations import MEDIA, Turn, content_of, messages_of, pictures_of
-from trioengine.testing.fuzz.oracles import committed
+from trioengine.testing.fuzz.conversations import (
+    MEDIA,
+    Turn,
+    content_of,
+    messages_of,
+    pictures_of,
+    prompt_ids,
+    reference,
+)
+from trioengine.testing.fuzz.oracles import asked, committed
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.sessions_machine import WAIT, WHICH, SessionsMachine
 from trioengine.testing.fuzz.world import CONFIG, EngineFactory, make_engine
@@ -103,6 +111,25 @@ class EngineMachine(SessionsMachine):
     ) -> None:
         params = SamplingParams(max_tokens=20, stop=(stop,) if stop else (), ignore_eos=ignore_eos)
         self._read(which, Style(style), params, prompt=prompt, keep_partial=keep_partial, timeout=timeout, wait=wait)
+
+    @precondition(lambda self: self.open_holders)
+    @recorded(
+        which=WHICH,
+        start=st.integers(0, 8),
+        length=st.integers(0, 4),
+        min_tokens=st.sampled_from((0, 0, 2, 6, 12)),
+        style=st.sampled_from([style.value for style in Style]),
+    )
+    def ask_to_stop(self, which: int, start: int, length: int, min_tokens: int, style: str) -> None:
+        """A stop string that occurs in the answer, where the conversation does not change before, and so many tokens.
+
+        Its characters come in different chunks.
+        """
+        params = SamplingParams(max_tokens=12, min_tokens=min_tokens)
+        reader = self._read(which, Style(style), params, prompt="b")
+        prompt, _ = asked(reader, committed(reader.holder))
+        text = reference(prompt_ids(prompt), 12).text[start : start + length]
+        reader.params = replace(reader.params, stop=(text,) if text else ())
 
     @precondition(lambda self: self.shows and self.open_holders)
     @recorded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from trioengine.testing.fuzz.callers import Reader, SessionHolder, Style, partia
 from trioengine.testing.fuzz.conversations import (
     MEDIA,
     Content,
+    FuzzPrompt,
     Turn,
     check_answer,
     content_of,
@@ -50,6 +52,7 @@ from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, FOR_AN_AUDIT, check_refused
 from trioengine.testing.fuzz.world import LIMITS, EngineFactory, make_engine
 from trioengine.testing.simulated_worker import Health
+from trioengine.testing.toy_model import VOCAB_SIZE
 
 AUDIT_TIMEOUT = 10.0
 MOST_CALLS = 8  # at once: a world with more of them takes long to come to rest
@@ -80,14 +83,40 @@ class CallsMachine(PicturesEnvironment):
         elif self.running_calls:
             pick(self.running_calls, which).scope.cancel()
 
+    @recorded(length=st.integers(0, 100), min_tokens=st.integers(0, 3), wait=WAIT)
+    def ask_raw(self, length: int, min_tokens: int, wait: bool | None) -> None:
+        """`engine.generate` with token ids, among them the end of a turn; they may be too many."""
+        ids = tuple((position * 37 + length) % VOCAB_SIZE for position in range(length))
+        self._call("raw", lambda: self._ask_raw(ids, min_tokens, wait), (*REFUSALS, RequestRejected))
+
+    async def _ask_raw(self, ids: tuple[int, ...], min_tokens: int, wait: bool | None) -> None:
+        params = SamplingParams(max_tokens=3, min_tokens=min_tokens)
+        try:
+            await self._generate(list(ids), params, wait, None, FuzzPrompt(ids, ()))
+        except RequestRejected:
+            if 0 < len(ids) < LIMITS.max_model_len:
+                raise
+
     def _ask(self, wait: bool | None, timeout: float | None) -> None:
         self._call("ask", lambda: self._ask_once(wait, timeout), (*REFUSALS, TimedOut), timeout)
 
     async def _ask_once(self, wait: bool | None, timeout: float | None, content: Content = "hi") -> None:
-        params, life = SamplingParams(max_tokens=3), Life(self.faults)
+        prompt = prompt_of((("user", content),))
+        await self._generate("hi", SamplingParams(max_tokens=3), wait, timeout, prompt, media_of(content))
+
+    async def _generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        wait: bool | None,
+        timeout: float | None,
+        expected: FuzzPrompt,
+        media: Sequence[Any] = (),
+    ) -> None:
+        life = Life(self.faults)
         deadline = trio.current_time() + (math.inf if timeout is None else timeout)
         try:
-            completion = await self.engine.generate("hi", params, media=media_of(content), wait=wait, timeout=timeout)
+            completion = await self.engine.generate(prompt, params, media=media, wait=wait, timeout=timeout)
             assert completion.cause is not Cause.TIMEOUT, "its timeout has ended it, and no error was raised"
         except TimedOut as exc:
             check_refused(exc, self.engine, (), wait=wait, deadline=deadline)
@@ -98,8 +127,8 @@ class CallsMachine(PicturesEnvironment):
         self._learn()
         is_late = trio.current_time() >= deadline
         causes = self.faults.causes(life) | ({Cause.TIMEOUT} if is_late else set())
-        prompt, images = prompt_of((("user", content),))
-        check_answer(completion, prompt, params, LIMITS.max_model_len, causes, self.faults.paths, images)
+        ids, images = expected
+        check_answer(completion, ids, params, LIMITS.max_model_len, causes, self.faults.paths, images)
 
     @precondition(lambda self: self.shows and len(self.running_calls) < MOST_CALLS)
     @recorded(media=st.sampled_from(MEDIA), wait=WAIT, timeout=st.sampled_from((None, None, 0.5)))
