@@ -16,7 +16,7 @@ from mutants import MUTANTS
 from rich.console import Console
 from rich.table import Table
 
-from trioengine.testing.fuzz.machines import MACHINES, machine_named
+from trioengine.testing.fuzz.machines import MACHINES, machine_of
 from trioengine.testing.fuzz.program import ReplayFile
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, replayed, silence
 
@@ -44,7 +44,7 @@ def hunt(mutant, seed, profile):
         print(f"{mutant.id}, seed {seed}: for another reason: {report.failure!r}", file=sys.stderr, flush=True)
         return None
     with silence():
-        without = replayed(machine, report.program)
+        without = replayed(machine_of(report.program), report.program)
     if without.failure is not None:
         print(f"WITHOUT {mutant.id}, too: {without.failure}\n{report.program}", file=sys.stderr, flush=True)
         return None
@@ -84,7 +84,7 @@ def replay_with(mutant, path):
     """Run a kept program with the mutant; 1 if it fails."""
     program = ReplayFile.from_json(path.read_bytes()).program
     with silence(), mutant.active():
-        found = replayed(machine_named(program.machine), program)
+        found = replayed(machine_of(program), program)
     print(f"{len(program.steps)} rules, {found.machine.program.skipped} skipped, mutant {mutant.id}: {found.failure!r}")
     return int(found.failure is not None)
 

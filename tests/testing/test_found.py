@@ -2,7 +2,7 @@
 
 import pytest
 
-from trioengine.testing.fuzz.machines import MACHINES
+from trioengine.testing.fuzz.machines import MACHINES, machine_of
 from trioengine.testing.fuzz.program import Program, replay
 from trioengine.testing.fuzz.runner import silence
 
@@ -312,6 +312,30 @@ FALSE_ALARMS = {
 def test_what_was_found(machine, steps):
     with silence():
         assert replay(MACHINES[machine](), Program(machine, steps)) == 0, "every step is possible"
+
+
+def test_an_engine_that_gives_up_refuses_callers_before_it_is_closed():
+    """The state was still `restarting` for some passes."""
+    steps = [
+        ("begin", {"ready": False, "sessions": 2, "turns": 0, "asks": 0, "thread_passes": 3}),
+        ("open_with", {"which": 0, "is_new": False, "wait": True, "timeout": None}),
+        ("open", {"wait": False}),
+        ("open_with", {"which": 0, "is_new": False, "wait": True, "timeout": None}),
+        ("open_with", {"which": 0, "is_new": False, "wait": None, "timeout": None}),
+        ("tick", {"passes": 1, "order": 336}),
+        ("settle", {}),
+        ("kill_worker", {"last_bytes": 0}),
+        ("open_by_default", {"timeout": None}),
+        ("reorder", {"seed": 30}),
+        ("call", {"what": "audit", "wait": None, "which": 0}),
+        ("ask_to_stop", {"which": 0, "start": 0, "length": 0, "min_tokens": 0, "style": "all"}),
+        ("tick", {"passes": 1, "order": 0}),
+        ("open_with", {"which": 0, "is_new": False, "wait": None, "timeout": None}),
+        ("leave", {"which": 2, "what": "end"}),
+    ]
+    program = Program("PowerMachine", steps, variant=1)
+    with silence():
+        assert replay(machine_of(program)(), program) == 0
 
 
 @pytest.mark.parametrize(("machine", "steps"), FALSE_ALARMS.values(), ids=FALSE_ALARMS)

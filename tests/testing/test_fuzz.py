@@ -9,16 +9,17 @@ import sys
 import pytest
 from mutants import MUTANTS
 
+from trioengine.testing.fuzz import runner
 from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.machine import TABLE_STATES
-from trioengine.testing.fuzz.machines import MACHINES, machine_named
+from trioengine.testing.fuzz.machines import MACHINES, machine_named, machine_of
 from trioengine.testing.fuzz.program import Program, ReplayFile, replay
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
 
 RUNS = {  # seed and programs: those that reach what can be reached soonest
-    "EngineMachine": (0, 600),
-    "PowerMachine": (0, 1000),
-    "RealtimeMachine": (0, 400),
+    "EngineMachine": (2, 700),
+    "PowerMachine": (4, 1200),
+    "RealtimeMachine": (3, 600),
     "HttpMachine": (0, 300),
 }
 PROGRAMS_A_MUTANT = 3000
@@ -154,7 +155,8 @@ def run_python(script, text="", *args, **environment):
 
 REPLAYS = """
 import json, sys
-from trioengine.testing.fuzz.machines import MACHINES, machine_named
+from trioengine.testing.fuzz import runner
+from trioengine.testing.fuzz.machines import MACHINES, machine_named, machine_of
 from trioengine.testing.fuzz.program import ReplayFile, replay
 checksums = {}
 for text in json.load(sys.stdin):
@@ -202,7 +204,8 @@ def first_programs(machine, count):
 PROGRAMS_OF_A_SEED = """
 import sys
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
-from trioengine.testing.fuzz.machines import MACHINES, machine_named
+from trioengine.testing.fuzz import runner
+from trioengine.testing.fuzz.machines import MACHINES, machine_named, machine_of
 if sys.argv[1] == "more":
     import trioengine.cli, trioengine.serve, asyncio, http.server
     from hypothesis import given, strategies as st
@@ -312,3 +315,31 @@ def test_a_program_reads_as_code():
         "machine.teardown()",
     ]
     assert program.length == 1
+
+
+def test_batches_run_with_each_configuration_in_turn(monkeypatch):
+    seen = []
+
+    class Noted(EngineMachine):
+        def __init__(self):
+            super().__init__()
+            seen.append((self.variant, self.engine.config.max_num_seqs, self.simulation.limits.max_num_seqs))
+
+    monkeypatch.setattr(runner, "BATCH", 5)
+    with silence():
+        Fuzzer(Noted, PROFILES["quick"], 0).run(examples=15)
+    assert sorted(set(seen)) == [(0, 2, 2), (1, 1, 1), (2, 4, 4)]
+
+
+def test_a_replay_has_the_configuration_of_its_program():
+    program = Program("EngineMachine", [("settle", {})], variant=1)
+    assert "machine = EngineMachine.with_variant(1)()" in str(program)
+    kept = ReplayFile.from_json(program.to_json()).program
+    assert kept == program
+    machine = machine_of(kept)()
+    replay(machine, kept)
+    assert machine.engine.config.max_num_seqs == 1 and machine.program.variant == 1
+    with pytest.raises(ValueError, match="EngineMachine has 3 variants, and none with the number 3"):
+        machine_of(Program("EngineMachine", variant=3))
+    with pytest.raises(ValueError, match="its variant must be a number"):
+        ReplayFile.from_json(json.dumps({"machine": "EngineMachine", "steps": [], "variant": "a"}))

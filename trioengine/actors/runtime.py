@@ -338,8 +338,9 @@ class Runtime:
         return Settlement(counts, num_resumed, num_suspended - num_resumed)
 
     def give_up(self, error: EngineError) -> None:
-        """No worker can be kept running: fail the suspended requests."""
+        """No worker can be kept running: admit nothing more, and fail the suspended requests."""
         self.gate.failure = error
+        self.gate.change_power(PowerEvent.CLOSE)
         self.recovery.give_up_all(as_lost(error))
         self.effects.drain()
         for observer in self.observers:

@@ -15,7 +15,7 @@ from rich.live import Live
 from trioengine.core.errors import InvalidConfig
 from trioengine.testing.fuzz.describe import error_text, failure_text, trace_text
 from trioengine.testing.fuzz.machine import Machine
-from trioengine.testing.fuzz.machines import MACHINES, machine_named, name_of
+from trioengine.testing.fuzz.machines import MACHINES, machine_named, machine_of, name_of
 from trioengine.testing.fuzz.program import ReplayFile, versions
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, Report, replayed, silence
 from trioengine.testing.fuzz.trace import is_fuzzers_own, place
@@ -127,7 +127,7 @@ def _show_failure(report: Report, keep: Path, machine: type[Machine], *, trace: 
     program.machine = name_of(machine)
     keep.write_text(program.to_json(seed=report.seed, found=str(failure)), encoding="utf-8")
     with silence():
-        found = replayed(machine, program)
+        found = replayed(machine.with_variant(program.variant), program)
     print(failure_text(failure, program, found.trace, whole=trace))
     print(f"replay it: trioengine fuzz --replay {keep}\n")
 
@@ -154,7 +154,7 @@ def replay_file(path: Path, *, trace: bool) -> int:
     """Run a kept program again; return 1 if it still fails, 3 if the fuzzer itself does."""
     try:
         kept = ReplayFile.from_json(path.read_bytes())
-        machine_type = machine_named(kept.program.machine)
+        machine_type = machine_of(kept.program)
         with silence():
             found = replayed(machine_type, kept.program)
     except OSError as exc:

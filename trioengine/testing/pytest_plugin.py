@@ -79,7 +79,7 @@ def _complaint(machine: type[Machine], report: Report, path: Path) -> str:
     failure, program = report.failure, report.program
     assert failure is not None and program is not None, "a failure has its program"
     with silence():
-        found = replayed(machine, program)
+        found = replayed(machine.with_variant(program.variant), program)
     text = failure_text(failure, program, found.trace)
     program.machine = name_of(machine)
     path.write_text(program.to_json(seed=report.seed, found=str(failure)), encoding="utf-8")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine
@@ -75,22 +75,32 @@ class Finding(Exception):
 class Machine(RuleBasedStateMachine):
     """Its rules are under `@recorded`. A failure, in a rule or in the end, is raised once: as a Finding.
 
-    `reachable` has the transitions of the lifecycle tables that its programs can take.
+    `reachable` has the transitions of the lifecycle tables that its programs can take. `variant` is the number of the
+    configuration, of `num_variants`.
     """
 
     reachable: ClassVar[AbstractSet[str]] = frozenset()
+    num_variants: ClassVar[int] = 1
+    variant: ClassVar[int] = 0
 
     def __init__(self) -> None:
         super().__init__()
         # hypothesis' own name, and private: tests/testing/test_swarm.py fails if it changes
         self._rules_strategy = RuleSwarm(self)
-        self.program = Program(type(self).__name__)
+        self.program = Program(type(self).__name__, variant=self.variant)
         self.coverage = Coverage()
         self._taps = ExitStack()  # contexts that are left in the end
         self.finding: Finding | None = None
         self.trace: Trace | None = None  # kept since `record`
         self.on_end: Callable[[Machine], None] | None = None  # called with the machine after every end
         self._interrupted = False
+
+    @classmethod
+    def with_variant(cls, variant: int) -> type[Self]:
+        """Return the machine with another configuration. Raises ValueError if there is none of this number."""
+        if not 0 <= variant < cls.num_variants:
+            raise ValueError(f"{cls.__name__} has {cls.num_variants} variants, and none with the number {variant}")
+        return type(cls.__name__, (cls,), {"variant": variant, "__module__": cls.__module__}) if variant else cls
 
     # ---- for machines ---------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.http_machine import HttpMachine
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.power_machine import PowerMachine
+from trioengine.testing.fuzz.program import Program
 from trioengine.testing.fuzz.realtime_machine import RealtimeMachine
 
 _ALL: tuple[type[Machine], ...] = (EngineMachine, PowerMachine, RealtimeMachine, HttpMachine, CoreMachine)
@@ -62,6 +63,11 @@ def _from_file(path: Path) -> ModuleType:
 def _look_in(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+
+def machine_of(program: Program) -> type[Machine]:
+    """Return the machine on which a program was found. Raises ValueError if there is none."""
+    return machine_named(program.machine).with_variant(program.variant)
 
 
 def name_of(machine: type[Machine]) -> str:

@@ -106,6 +106,7 @@ class Program:
 
     machine: str
     steps: list[Step] = field(default_factory=list)
+    variant: int = 0  # of the machine's configuration
     skipped: int = 0  # steps that a replay left out
 
     @property
@@ -115,14 +116,18 @@ class Program:
 
     def __str__(self) -> str:
         """Python code that runs it again."""
-        lines = [f"machine = {self.machine.rpartition(':')[2]}()"]
+        name = self.machine.rpartition(":")[2]
+        lines = [f"machine = {name}.with_variant({self.variant})()" if self.variant else f"machine = {name}()"]
         for name, arguments in self.steps:
             lines.append(f"machine.{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
         return "\n".join([*lines, "machine.teardown()"])
 
     def to_json(self, **more: object) -> str:
         """The replay file: the program, and the versions that it was found with."""
-        return json.dumps({"machine": self.machine, "steps": self.steps, "versions": versions(), **more}, indent=1)
+        return json.dumps(
+            {"machine": self.machine, "variant": self.variant, "steps": self.steps, "versions": versions(), **more},
+            indent=1,
+        )
 
 
 @dataclass(frozen=True)
@@ -145,14 +150,17 @@ class ReplayFile:
             if key not in data:
                 raise ValueError(f"no replay file: it has no {key!r}")
         machine, steps = data["machine"], data["steps"]
-        found_with = data.get("versions", {})
+        variant, found_with = data.get("variant", 0), data.get("versions", {})
+        if type(variant) is not int:
+            raise ValueError("no replay file: its variant must be a number")
         if not isinstance(machine, str):
             raise ValueError("no replay file: its machine must be a name")
         if not isinstance(steps, list) or not all(map(_is_step, steps)):
             raise ValueError("no replay file: its steps must be lists of a rule and its arguments by name")
         if not isinstance(found_with, dict):
             raise ValueError("no replay file: its versions must be by name")
-        return ReplayFile(Program(machine, [(name, arguments) for name, arguments in steps]), found_with)
+        program = Program(machine, [(name, arguments) for name, arguments in steps], variant)
+        return ReplayFile(program, found_with)
 
 
 def _is_step(step: object) -> bool:

@@ -30,7 +30,9 @@ def trimmed(make: Callable[[], Machine], failed: Failed) -> Failed:
     while before is not failed[1]:
         before = failed[1]
         for index in reversed(range(len(before.steps))):
-            attempts = (_run(make, Program(before.machine, steps)) for steps in _simpler(failed[1].steps, index))
+            attempts = (
+                _run(make, Program(before.machine, steps, before.variant)) for steps in _simpler(failed[1].steps, index)
+            )
             failed = next(filter(None, attempts), failed)
     return failed
 
@@ -57,7 +59,7 @@ def _run(make: Callable[[], Machine], program: Program) -> Failed | None:
     try:
         replay(machine, program)
     except Finding as finding:
-        return finding.error, Program(program.machine, machine.program.steps)
+        return finding.error, Program(program.machine, machine.program.steps, program.variant)
     except ValueError:
         return None
     return None
@@ -109,11 +111,19 @@ class Fuzzer:
         shrink: bool = True,
         name: str | None = None,
     ) -> None:
-        """`machine` makes one, as its type does; `name` is for the report, if `machine` has no `__name__`."""
+        """`machine` makes one, as its type does; `name` is for the report, if `machine` has no `__name__`.
+
+        A type runs with all its variants in turn.
+        """
+        self._variants: list[Callable[[], Machine]]
         self.report = Report(name or str(getattr(machine, "__name__", "Machine")), seed)
         self._phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
         self._shrinks = shrink
-        self._machine = machine
+        self._variants = [machine]
+        if isinstance(machine, type) and issubclass(machine, Machine):
+            self._variants = [machine.with_variant(number) for number in range(machine.num_variants)]
+        self._current = self._variants[0]
+        self._num_batches = 0
         self._profile = profile
         self._progress = progress
         self._began = time.monotonic()
@@ -121,7 +131,7 @@ class Fuzzer:
         self._shortest: tuple[Exception, Program] | None = None  # of the programs that failed
 
     def _make(self) -> Machine:
-        machine = self._machine()
+        machine = self._current()
         machine.on_end = self._count
         return machine
 
@@ -156,6 +166,9 @@ class Fuzzer:
         return is_over or (seconds is not None and time.monotonic() - self._began >= seconds)
 
     def _run_batch(self, count: int) -> None:
+        """Run so many programs, with one of the machine's configurations after the other."""
+        self._current = self._variants[self._num_batches % len(self._variants)]
+        self._num_batches += 1
         test = get_state_machine_test(
             cast("type[Machine]", self._make),  # any function that makes one will do
             settings=settings(
@@ -178,7 +191,7 @@ class Fuzzer:
             assert self._last is not None, "a machine that found something has been counted"
             self.report.failure, self.report.program = failed = finding.error, self._last
             if self._shrinks:
-                self.report.failure, self.report.program = trimmed(self._machine, failed)
+                self.report.failure, self.report.program = trimmed(self._current, failed)
         except (Flaky, KeyboardInterrupt) as exc:  # before it was shrunk, or it failed only once: nothing is lost
             if self._shortest is not None:
                 self.report.failure, self.report.program = self._shortest

@@ -19,7 +19,7 @@ from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.fuzz.inside_server import RealtimeConnection, Response
 from trioengine.testing.fuzz.peers import Client, PeersEnvironment
 from trioengine.testing.fuzz.program import recorded
-from trioengine.testing.fuzz.world import EngineFactory, make_engine
+from trioengine.testing.fuzz.world import VARIANTS, EngineFactory, make_engine
 from trioengine.testing.simulated_peer import PeerState
 
 MAX_CLIENTS = 2  # at once
@@ -96,6 +96,9 @@ class ServerWatch(inside_server.ServerEvents):
 
 class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
     """Our server, its clients, and its faults."""
+
+    variants = VARIANTS
+    num_variants = len(VARIANTS)
 
     max_buffered_bytes: ClassVar[int]  # so few that clients are sometimes refused for want of room
     max_buffered_bytes_with_pictures: ClassVar[int]

@@ -50,7 +50,7 @@ from trioengine.testing.fuzz.oracles import (
 )
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, FOR_AN_AUDIT, check_refused
-from trioengine.testing.fuzz.world import LIMITS, EngineFactory, make_engine
+from trioengine.testing.fuzz.world import LIMITS, VARIANTS, EngineFactory, make_engine
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.toy_model import VOCAB_SIZE
 
@@ -177,6 +177,9 @@ SALTS = ("", "", "mine")  # of the requests in turn
 
 class SessionsMachine(CallsMachine):
     """Holders of sessions, and readers of their requests; the rules are in the machines built on it."""
+
+    variants = VARIANTS
+    num_variants = len(VARIANTS)
 
     def __init__(self, make_engine: EngineFactory = make_engine) -> None:
         super().__init__(make_engine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import trio
 
@@ -60,6 +60,20 @@ IMAGE_LIMITS = replace(
     tile=TOY_TILE,
     encoder_cache_memory=2 * TOY_TILE.feature_bytes,  # so that pictures are evicted from it
 )
+
+
+class Variant(NamedTuple):
+    """Changes of a machine's configuration: of the engine's and of the worker's limits."""
+
+    config: dict[str, Any]
+    limits: dict[str, Any]
+
+
+VARIANTS = (
+    Variant({}, {}),
+    Variant({"max_num_seqs": 1, "max_sessions": 2, "max_restarts": 1}, {"max_num_batched_tokens": 8}),
+    Variant({"max_num_seqs": 4, "max_num_queued_reqs": 3}, {"kv_blocks_total": 24, "block_size": 4}),
+)
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
 
 
@@ -74,10 +88,16 @@ class World(Machine):
     reachable = TABLE_STATES
     config = CONFIG
     limits = LIMITS
+    variants: tuple[Variant, ...] = ()
     horizon = 60.0  # seconds, past the longest timeout: tasks that wait then, wait forever
 
     def __init__(self, make_engine: EngineFactory = make_engine) -> None:
         super().__init__()
+        if self.variants:
+            self.config = replace(self.config, **self.variants[self.variant].config)
+            self.limits = replace(
+                self.limits, max_num_seqs=self.config.max_num_seqs, **self.variants[self.variant].limits
+            )
         self.loop = SimLoop()
         self.simulation = Simulation(limits=self.limits, thread_threshold=0)
         self.simulation.max_payloads = MAX_PAYLOADS
