@@ -111,7 +111,7 @@ async def test_a_queued_client_that_leaves_aborts_another():
     assert any(event.text == "closes (fin)" for event in run.log)
 
 
-@pytest.mark.parametrize("kind", [AnotherConversation, StaleCache])
+@pytest.mark.parametrize("kind", [LeakAfterDisconnect, StaleCache])
 async def test_the_script_reproduces_the_finding(kind, tmp_path):
     async with trio.open_nursery() as nursery:
         served = await Served(kind, nursery).start(DEADLINE)

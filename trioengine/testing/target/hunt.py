@@ -17,6 +17,8 @@ from trioengine.testing.target.oracles import Finding
 from trioengine.testing.target.program import ALWAYS, Step, draw, simpler, step_from
 
 REPLAYS = 5
+ENOUGH = 4  # of these that fail
+TRIALS = 4  # of programs that shrinking has found, the smallest first
 CONFIRMATIONS = 2  # failures in a row of a program that replaces a larger one
 SHRINKING = 180.0  # seconds
 LONGEST = 12  # steps of a program
@@ -140,11 +142,14 @@ class Hunt:
         """Shrink and replay a finding; return whether the search can go on."""
         found = Found(finding, run.steps, run.tag, self._seed, log=run.log, evidence=run.evidence)
         found.evidence["clients"] = evidence_of(run)
+        self.outcome.found.append(found)  # so that an interrupt while it is shrunk does not lose it
+        self._progress(self.outcome)
         found.recovered = await self._recover()
         if found.recovered:
-            await self._shrink(found)
-            await self._replay(found)
-        self.outcome.found.append(found)
+            smaller = [found.steps]
+            await self._shrink(found, smaller)
+            with trio.move_on_after(SHRINKING):
+                await self._settle_on(found, smaller)
         return found.recovered
 
     async def _recover(self) -> bool:
@@ -174,14 +179,28 @@ class Hunt:
             found.log, found.evidence = run.log, run.evidence | {"clients": evidence_of(run)}
         return bool(same)
 
-    async def _shrink(self, found: Found) -> None:
-        """Take smaller programs as long as they fail by the same oracle, in bounded time."""
+    async def _shrink(self, found: Found, smaller: list[list[Step]]) -> None:
+        """Take smaller programs as long as they fail by the same oracle, in bounded time; add each to the list."""
         with trio.move_on_after(SHRINKING):
-            await self._leave_out(found)
-            await self._simplify(found)
-            await self._leave_out(found)
+            await self._leave_out(found, smaller)
+            await self._simplify(found, smaller)
+            await self._leave_out(found, smaller)
 
-    async def _leave_out(self, found: Found) -> None:
+    async def _settle_on(self, found: Found, smaller: list[list[Step]]) -> None:
+        """Replay the smallest program, and larger ones if it fails too seldom; keep the one that failed most often.
+
+        A small program may fail by a race alone, which the larger one does not need.
+        """
+        tried = []
+        for steps in smaller[: -1 - TRIALS : -1]:
+            await self._replay(found, steps)
+            tried.append(replace(found))
+            if found.failed >= ENOUGH or not found.recovered:
+                return
+        best = max(tried, key=lambda each: each.failed)
+        vars(found).update(vars(best) | {"recovered": found.recovered})
+
+    async def _leave_out(self, found: Found, smaller: list[list[Step]]) -> None:
         """Leave out parts of the program, large ones first."""
         size = len(found.steps) - 1
         while size > 0:
@@ -190,22 +209,26 @@ class Hunt:
                 rest = found.steps[:at] + found.steps[at + size :]
                 if not rest or not await self._fails_again(found, rest):
                     at += size
+                else:
+                    smaller.append(rest)
             size //= 2
 
-    async def _simplify(self, found: Found) -> None:
+    async def _simplify(self, found: Found, smaller: list[list[Step]]) -> None:
         """Take the simplest argument with which the program still fails."""
         for at, name in [(at, name) for at, step in enumerate(found.steps) for name in step.args]:
             for step in simpler(found.steps[at], name):
-                if not found.recovered or await self._fails_again(
-                    found, [*found.steps[:at], step, *found.steps[at + 1 :]]
-                ):
+                simple = [*found.steps[:at], step, *found.steps[at + 1 :]]
+                if not found.recovered:
+                    return
+                if await self._fails_again(found, simple):
+                    smaller.append(simple)
                     break
 
-    async def _replay(self, found: Found) -> None:
+    async def _replay(self, found: Found, steps: list[Step]) -> None:
         found.failed = found.replays = 0
         while found.recovered and found.replays < REPLAYS:
             found.replays += 1
-            found.failed += await self._fails(found, found.steps)
+            found.failed += await self._fails(found, steps)
         if found.replays == 0:
             found.failed = found.replays = 1
 
