@@ -73,7 +73,7 @@ def test_a_failure_shows_how_to_replay_it(run_pytest, tmp_path):
     assert "AssertionError: it was aborted\n" in output and f"\nat {tmp_path / 'test_app.py'}:14, in app\n" in output
     assert "machine = Hopeful()" in output and "machine.start()" in output, "the program"
     assert "worker 1001 -> READY" in output, "the trace"
-    (replay,) = [line for line in output.splitlines() if line.startswith("trioengine fuzz --replay ")]
+    replay = next(line for line in output.splitlines() if line.startswith("trioengine fuzz --replay "))
     kept = json.loads(Path(replay.split()[-1]).read_text())
     assert kept["machine"] == "test_app.py:Hopeful"
     command = [sys.executable, "-m", "trioengine", *replay.split()[1:]]

@@ -273,7 +273,7 @@ def fuzz(
         bool, typer.Option("--i-own-this-server", help="With --target: permit one on another machine.")
     ] = False,
 ) -> int:
-    """Look for a program that breaks the engine's promises, or a server's.
+    """Look for a program that breaks a promise of the engine.
 
     Without --target on a simulated worker. Exit code 1 if there is one, 3 if the fuzzer itself fails.
     """

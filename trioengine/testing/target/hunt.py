@@ -148,8 +148,7 @@ class Hunt:
         if found.recovered:
             smaller = [found.steps]
             await self._shrink(found, smaller)
-            with trio.move_on_after(SHRINKING):
-                await self._settle_on(found, smaller)
+            await self._settle_on(found, smaller)
         return found.recovered
 
     async def _recover(self) -> bool:
@@ -191,12 +190,14 @@ class Hunt:
 
         A small program may fail by a race alone, which the larger one does not need.
         """
-        tried = []
+        began, tried = trio.current_time(), []
         for steps in smaller[: -1 - TRIALS : -1]:
             await self._replay(found, steps)
             tried.append(replace(found))
             if found.failed >= ENOUGH or not found.recovered:
                 return
+            if trio.current_time() - began > SHRINKING:
+                break
         best = max(tried, key=lambda each: each.failed)
         vars(found).update(vars(best) | {"recovered": found.recovered})
 
