@@ -54,7 +54,8 @@ def hunt(mutant, seed, profile):
 def hunt_all(hunted, seeds, profile):
     """Hunt each mutant with each seed and print the table; 1 if one was not found."""
     table = Table("mutant", "found", "programs", "seconds", "rules", "failure", box=None)
-    all_found = []
+    all_found, minutes = [], len(hunted) * seeds * SECONDS / 60
+    print(f"{len(hunted)} mutants, {seeds} seeds each: at most {minutes:g} minutes, and shrinking", file=sys.stderr)
     for mutant in hunted:
         found = [result for seed in range(seeds) if (result := hunt(mutant, seed, profile)) is not None]
         all_found += found
