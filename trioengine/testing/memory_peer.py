@@ -77,6 +77,11 @@ class RemotePeer(MemoryPeer):
     def is_active(self) -> bool:
         return self._is_active()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether neither side has it."""
+        return self.peer_state is PeerState.GONE and self.stream.closed
+
     def send_garbage(self) -> None:
         """Damage the bytes to the client."""
         self.to_client.put(b"\xff" * 8)

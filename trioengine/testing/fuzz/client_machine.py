@@ -13,7 +13,7 @@ from trioengine.actors.engine import Engine
 from trioengine.core.errors import ConnectionLost, EngineError, SessionBusy
 from trioengine.core.sampling_params import Overflow, SamplingParams
 from trioengine.serve.realtime.outbox import SHOWN
-from trioengine.testing.fuzz import inside, inside_client
+from trioengine.testing.fuzz import inside, inside_client, inside_server
 from trioengine.testing.fuzz.callers import Style, latest_first
 from trioengine.testing.fuzz.client_callers import LINE, Line, OneShot, RemoteHolder, RemoteReader, User, check_error
 from trioengine.testing.fuzz.client_oracles import (
@@ -23,7 +23,6 @@ from trioengine.testing.fuzz.client_oracles import (
     check_prompt,
     check_reader,
     check_user,
-    is_closed,
     reader_holder,
 )
 from trioengine.testing.fuzz.conversations import FILES, Turn, messages_of
@@ -47,14 +46,14 @@ HISTORIES: tuple[tuple[Turn, ...], ...] = (
     tuple(("user" if number % 2 == 0 else "assistant", "a") for number in range(70)),  # too many to be sent at once
 )
 UNPINGED, UNANSWERED = 19.0, 9.0  # seconds without bytes in which a connection, and a handshake, is not lost
+SQUEEZED = 3_000  # bytes, with which a conversation grows no more
 MOST = 4  # sessions and one-shots at once
 
 
 class ClientMachine(ServedEnvironment[RemotePeer]):
     """Rules are actions of programs that use the library, and faults of their connections."""
 
-    max_buffered_bytes = 100_000
-    max_buffered_bytes_with_pictures = 200_000
+    max_buffered_bytes = max_buffered_bytes_with_pictures = 1_000_000  # enough, but for the rule `squeeze`
     horizon = 150.0  # past the timeouts of connecting, of pings, of sending and of closing, one after the other
 
     def __init__(self, make_engine: EngineFactory = make_engine) -> None:
@@ -164,7 +163,6 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         self.coverage.saw(f"{what} a session {'with' if holder.is_busy else 'without'} a request")
         match what:
             case "leave":
-                holder.left_at = min(holder.left_at, trio.current_time())
                 holder.leave.set()
             case "cancel":
                 holder.scope.cancel()
@@ -217,7 +215,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
                 await trio.sleep_forever()
             raise ConnectionLost("made not to connect")
         peer = line.dialed()
-        self.clients = [client for client in self.clients if client in self.present]
+        self.clients = [client for client in self.clients if not client.is_over]
         self._join(peer)
         return peer.client_stream
 
@@ -226,6 +224,12 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
     def switch(self, how: Switch) -> None:
         """The operator puts the engine to sleep, or wakes it."""
         self._switch(how)
+
+    @precondition(lambda self: self.clients)
+    @recorded(num_bytes=st.sampled_from((SQUEEZED, 10_000, max_buffered_bytes)))
+    def squeeze(self, num_bytes: int) -> None:
+        """The server has room for so many bytes of its clients."""
+        inside_server.set_max_buffered_bytes(self.server, num_bytes)
 
     def _gone(self, client: RemotePeer, how: str) -> None:
         client.is_harmed = True
@@ -345,6 +349,8 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
 
     def _check_blocked(self) -> None:
         super()._check_blocked()
+        for caller in self.callers:
+            caller.line.listen()
         for reader in self.readers:
             check_prompt(reader)
         for holder in self.holders:
@@ -378,8 +384,8 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
             waits = reader.is_stalled or not (reader.entered or reader.wait is False)
             assert waits or not reader_holder(reader).line.is_well, f"it is never woken: {reader.generation}"
         for caller in self.callers:
-            if caller.over:
-                left = [peer for peer in caller.line.peers if not is_closed(peer)]
+            if caller.over and not caller.line.is_harmed:
+                left = [peer for peer in caller.line.peers if not peer.is_over]
                 assert not left, f"it is over, and {len(left)} of its connections are open: {caller}"
         for holder in self.holders:
             self._check_state(holder)
@@ -395,6 +401,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
             assert state == shown, f"{holder.session} hears {state}, the engine is {shown}"
 
     def _let_go(self) -> None:
+        inside_server.set_max_buffered_bytes(self.server, self.max_buffered_bytes)
         for peer in self.clients:
             if peer.peer_state is PeerState.STALLED:
                 peer.peer_state, peer.silent_since = PeerState.WELL, math.inf
@@ -403,9 +410,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
             reader.go_on.set()
         self._run_out(lambda: not self.running_readers, "readers wait forever")
         for holder in self.holders:
-            if not holder.leave.is_set():
-                holder.left_at = trio.current_time()
-                holder.leave.set()
+            holder.leave.set()
         self._run_out(lambda: not self.num_callers, "callers wait forever")
         for user in self.users:
             user.go("leave")
