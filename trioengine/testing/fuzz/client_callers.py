@@ -227,6 +227,7 @@ class OneShot:
     timeout: float | None
     label: str
     deadline: float = math.inf
+    late_at: float = math.inf  # when it was first found past it
     completion: Completion | None = None
     error: EngineError | None = None
     aborted: bool = False

@@ -17,6 +17,7 @@ from trioengine.testing.fuzz import inside, inside_client, inside_server
 from trioengine.testing.fuzz.callers import Style, latest_first
 from trioengine.testing.fuzz.client_callers import LINE, Line, OneShot, RemoteHolder, RemoteReader, User, check_error
 from trioengine.testing.fuzz.client_oracles import (
+    check_call,
     check_holder,
     check_left,
     check_one_shot,
@@ -356,8 +357,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         for holder in self.holders:
             check_left(holder)
         for call in self.one_shots:
-            is_late = trio.current_time() >= call.deadline or call.scope.cancel_called
-            assert call.over or not is_late, f"its time is over, and it goes on: {call.label}"
+            check_call(call)
         for user in self.users:
             check_user(user)
 

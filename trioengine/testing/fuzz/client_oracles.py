@@ -161,6 +161,17 @@ def check_left(holder: RemoteHolder) -> None:
     assert now <= holder.left_at + CLOSE_TIMEOUT, f"it is left, and goes on: {holder.session}"
 
 
+def check_call(call: OneShot) -> None:
+    """No task can run: a one-shot whose time is over, or that is cancelled, does no more than close its session."""
+    if call.over:
+        return
+    now = trio.current_time()
+    assert not call.scope.cancel_called, f"it is cancelled, and goes on: {call.label}"
+    if now >= call.deadline:
+        call.late_at = min(call.late_at, now)
+    assert now <= call.late_at + CLOSE_TIMEOUT, f"its time is over, and it goes on: {call.label}"
+
+
 def check_user(user: User) -> None:
     """No task can run: a scope of `connect` that is left does not go on for longer than it may."""
     if user.over:
