@@ -104,8 +104,8 @@ async def test_a_published_bug_is_found_again(kind, seeded, autojump_clock):
 
 @pytest.mark.parametrize("kind", [FaultyServer, Sleeper])
 async def test_a_server_without_a_bug_has_no_finding(kind, seeded, autojump_clock):
-    outcome = (await searched(kind, 100)).outcome
-    assert outcome.found == [] and outcome.programs == 100
+    outcome = (await searched(kind, 50)).outcome
+    assert outcome.found == [] and outcome.programs == 50
 
 
 async def test_a_queued_client_that_leaves_aborts_another(seeded, autojump_clock):
