@@ -121,17 +121,15 @@ class Session(AsyncOnly):
         deadline, params = deadline_after(timeout), merged_params(params, options)
         state = self._state
         request = Request(
-            prompt,
             params,
             times=RequestTimes(self._runtime.observers),
             session=state,
-            media=media,
             keep_partial=keep_partial,
             deadline=deadline,
             wait=wait,
             label=label,
         )
-        generation = Generation(request, partial(admit, self._runtime, state, request))
+        generation = Generation(request, partial(admit, self._runtime, state, request, prompt, media))
         for observer in self._runtime.observers:
             observer.request_created(generation)
         return generation
