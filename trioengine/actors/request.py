@@ -57,7 +57,7 @@ class Request(ReadableRequest):
         params: SamplingParams,
         *,
         session: Owner,
-        times: RequestTimes,
+        observers: Sequence[Observer],
         keep_partial: bool = False,
         deadline: Deadline,
         wait: bool | None = None,
@@ -73,7 +73,7 @@ class Request(ReadableRequest):
         self.weight_versions: list[int] = []
         self.recovery = RecoveryRecord()
         self.abort_cause = Cause.CLIENT
-        self.times = times
+        self.times = RequestTimes(observers)
         self.session = session
         self._logprobs: list[Logprobs] = []  # one a token, if asked for
         self._num_tokens_read = 0

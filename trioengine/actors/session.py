@@ -10,7 +10,7 @@ from trioengine.actors.admission import admit, open_session
 from trioengine.actors.generation import Generation
 from trioengine.actors.images import RequestImages, put_images
 from trioengine.actors.media import Media
-from trioengine.actors.request import Request, RequestTimes
+from trioengine.actors.request import Request
 from trioengine.actors.runtime import Runtime
 from trioengine.actors.session_actor import SessionActor
 from trioengine.aio.calls import AsyncOnly, whole_answer
@@ -122,8 +122,8 @@ class Session(AsyncOnly):
         state = self._state
         request = Request(
             params,
-            times=RequestTimes(self._runtime.observers),
             session=state,
+            observers=self._runtime.observers,
             keep_partial=keep_partial,
             deadline=deadline,
             wait=wait,
