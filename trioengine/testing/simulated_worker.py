@@ -75,7 +75,7 @@ class SimulatedWorker(SimulatedProcess):
     ) -> None:
         super().__init__(pid, by_hand=by_hand)
         self._observers = observers
-        self.runner = ToyRunner(limits.block_size, limits.tile)
+        self.runner = ToyRunner(limits)
         self.decoder = SimulatedDecoder(toy_decode, self._report)
         self.core = EngineCore(self.runner, limits, trio.current_time, decoder=self.decoder)
         self.connection = Connection(Role.WORKER)

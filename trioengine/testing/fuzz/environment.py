@@ -16,6 +16,7 @@ from trioengine.core.errors import TransitionFailed
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.testing.fuzz import inside, inside_payloads
 from trioengine.testing.fuzz.faults import Harm
+from trioengine.testing.fuzz.leftovers import check_empty, check_tasks
 from trioengine.testing.fuzz.oracles import (
     check_books,
     check_call,
@@ -213,6 +214,7 @@ class Environment(World):
         self._raise_crash()
         self._let_go()
         self._check()
+        self._check_left()
         self._excuse_shutdown()
         self.engine.close()
         self._run_out(lambda: self.engine_call.over, "the engine does not end")
@@ -221,11 +223,18 @@ class Environment(World):
         assert taken == len(inside.sessions(self.engine)) == 0, f"{taken} session slots are not free"
         self.requests.check(self.engine)
         assert self.loop.idle, f"tasks are left:\n{self.loop.stacks()}"
+        check_empty(self.engine, None)
         for worker in self.simulation.workers:
             assert worker.reaped, f"worker {worker.pid} was not reaped"
         for worker in self.simulation.workers:
             if worker in self.served and worker not in self.harmed and worker.exit_code != -SIGSEGV:
                 check_shutdown(worker)
+
+    def _check_left(self) -> None:
+        """All callers have gone: the engine, and a worker that is well, hold nothing of them."""
+        if self.is_well and self.engine_call.task is not None:
+            check_empty(self.engine, self._worker())
+            check_tasks(self.engine_call.task)
 
     def _close(self) -> None:
         super()._close()
