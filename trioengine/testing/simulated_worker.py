@@ -124,6 +124,11 @@ class SimulatedWorker(SimulatedProcess):
                 observer.dying(self)
         super().exit(exit_code)
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether it has not handled CONFIGURE."""
+        return self._activity is Activity.STARTING
+
     # ---- by hand --------------------------------------------------------------------------------------------------
 
     @property

@@ -32,6 +32,7 @@ from trioengine.testing.simulated_process import SIGSEGV
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.simulation import SealFailure
 
+SOON = (0.5, 0.0)  # timeouts of a drain
 UNHARMFUL = 1.5  # seconds that no worker is killed for
 SLOW = 5.0  # seconds of a slow step, which harms no request: longer than between two PINGs, shorter than the timeouts
 WORKER_OUTAGES = ("hang", "stall", "slow step", "garbage", "nonsense", "close pipe", "fatal")
@@ -137,6 +138,7 @@ class Environment(World):
         if self.waited > UNHARMFUL:
             self._harm()
         self.loop.clock.jump(seconds)
+        self.bounds.interrupt()
         self.loop.tick()
 
     # ---- faults -----------------------------------------------------------------------------------------------------
@@ -174,8 +176,10 @@ class Environment(World):
             case "start stalls":
                 self.faults.begin(Harm.WORKERS)
                 self.simulation.stalled_starts = 1
-            case "drain" | "drain soon":
-                self._begin_drain(self._drain, None if way == "drain" else 0.5)
+            case "drain":
+                self._begin_drain(self._drain, None)
+            case "drain soon":
+                self._begin_drain(self._drain, SOON[len(self.calls) % len(SOON)])
             case "close":
                 self._excuse_shutdown()
                 self.engine.close()

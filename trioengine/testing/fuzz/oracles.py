@@ -40,6 +40,8 @@ from trioengine.testing.fuzz.conversations import (
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults
 from trioengine.testing.simulated_worker import SimulatedWorker
 
+ONE_SHOTS = ("ask", "raw", "show")  # calls that open a session
+
 
 def check_books(engine: Engine) -> None:
     """At rest: the counters balance and agree with the sessions, and no caller waits for a free slot."""
@@ -185,6 +187,27 @@ def check_deadline(reader: Reader) -> None:
     assert generation is not None, "a reader begins with it"
     assert generation.outcome is not None, f"its time is over, and it goes on: {generation}"
     assert reader.over or reader.is_stalled, f"its time is over, and its reader waits: {generation}"
+
+
+def check_opening(holder: SessionHolder) -> None:
+    """No task can run: a session whose time to open is over is open, or its holder has left."""
+    is_late = trio.current_time() >= holder.deadline and holder.waits
+    assert not is_late, f"it had {holder.timeout} s to be opened, and waits on: {holder}"
+
+
+def check_served(
+    holders: Sequence[SessionHolder], readers: Sequence[Reader], calls: Sequence[Call], max_sessions: int
+) -> None:
+    """Nothing moves, the worker is well, and the engine does not sleep: only a session that finds no slot waits.
+
+    A one-shot call waits for one, too. A reader that reads nothing has its answer.
+    """
+    taken = sum(holder.session is not None and not holder.over for holder in holders)
+    waiting: list[object] = [reader for reader in readers if not reader.over and not (reader.entered and reader.is_stalled)]
+    is_full = taken >= max_sessions
+    waiting += [call.name for call in calls if not call.over and not (is_full and call.name in ONE_SHOTS)]
+    waiting += [holder for holder in holders if holder.waits and not is_full]
+    assert not waiting, f"nothing moves, {taken} of {max_sessions} session slots are taken, and it waits: {waiting}"
 
 
 def check_aborted(reader: Reader) -> None:

@@ -23,6 +23,7 @@ from trioengine.core.errors import (
     TimedOut,
     WorkerLost,
 )
+from trioengine.core.lifecycle import Power
 from trioengine.core.sampling_params import Overflow, SamplingParams
 from trioengine.core.types import Cause
 from trioengine.testing.fuzz import inside, inside_payloads
@@ -45,7 +46,9 @@ from trioengine.testing.fuzz.oracles import (
     check_aborted,
     check_deadline,
     check_holder,
+    check_opening,
     check_reader,
+    check_served,
     check_worker,
 )
 from trioengine.testing.fuzz.program import pick, recorded
@@ -55,6 +58,7 @@ from trioengine.testing.simulated_worker import Health
 from trioengine.testing.toy_model import VOCAB_SIZE
 
 AUDIT_TIMEOUT = 10.0
+NOT_ASLEEP = (Power.AWAKE, Power.DRAINING, Power.CLOSED)
 MOST_CALLS = 8  # at once: a world with more of them takes long to come to rest
 WHICH = st.integers(0, 3)
 WAIT = st.sampled_from((None, True, False))
@@ -79,7 +83,7 @@ class CallsMachine(PicturesEnvironment):
         elif what == "ready":
             self._call("ready", self._ready, (EngineClosed, WorkerLost, ModelError))
         elif what == "audit":
-            self._call("audit", self._audit, REFUSALS)
+            self._call("audit", self._audit, REFUSALS, AUDIT_TIMEOUT)
         elif self.running_calls:
             pick(self.running_calls, which).scope.cancel()
 
@@ -308,6 +312,8 @@ class SessionsMachine(CallsMachine):
         super()._check_blocked()
         for reader in self.running_readers:
             check_deadline(reader)
+        for holder in self.running_holders:
+            check_opening(holder)
 
     def _check(self) -> None:
         """Check the invariants that hold whenever nothing can run."""
@@ -322,6 +328,8 @@ class SessionsMachine(CallsMachine):
             sessions = [holder.session for holder in self.holders if holder.session is not None]
             check_worker(self.engine, self._worker(), sessions)
             self._check_stuck()
+            if self.engine.state in NOT_ASLEEP:
+                check_served(self.holders, self.readers, self.calls, self.engine.config.max_sessions)
 
     # ---- for a machine that asks for more than answers --------------------------------------------------------------
 
