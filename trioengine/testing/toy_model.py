@@ -221,6 +221,8 @@ class ToyRunner:
         self._block_size = limits.block_size
         self._tile = limits.tile
         self._watch = StepWatch(limits)
+        self._begun: set[Sequence] = set()
+        self._newly_begun: list[tuple[int, int, int]] = []
         self._slots: dict[int, int] = {}  # values in slots of the KV cache
         self._salts: dict[int, str] = {}  # of the request that computed the value in a slot
         self._weights: int | None = 0  # None: discarded
@@ -268,6 +270,7 @@ class ToyRunner:
         self._copy(output.copies)
         for entry in began:
             self._check_prefix(entry.sequence, weights)
+            self._begin(entry.sequence)
         for tile in output.encode:
             self._encode(tile, weights)
         sampled: list[Sampled] = []
@@ -292,6 +295,16 @@ class ToyRunner:
             token_id, top = toy_next(values), sequence.params.logprobs
             sampled.append(sequence.row(token_id, None if top is None else toy_logprobs(token_id, top)))
         return sampled
+
+    def _begin(self, sequence: Sequence) -> None:
+        if sequence not in self._begun:  # else it was preempted
+            self._begun.add(sequence)
+            self._newly_begun.append((sequence.request, sequence.num_tokens, sequence.num_computed_tokens))
+
+    def take_begun(self) -> list[tuple[int, int, int]]:
+        """Return the requests that were begun since the last call, with their tokens and those that were computed."""
+        begun, self._newly_begun = self._newly_begun, []
+        return begun
 
     def _check_prefix(self, sequence: Sequence, weights: int) -> None:
         """Check that the values which a sequence begins with, from the prefix cache, are those of its own history."""

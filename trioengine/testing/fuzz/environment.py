@@ -14,16 +14,17 @@ from hypothesis.stateful import initialize, precondition
 from trioengine.core.connection import Connection
 from trioengine.core.errors import TransitionFailed
 from trioengine.core.messages import Fatal, FatalCode
+from trioengine.core.types import Cause
 from trioengine.testing.fuzz import inside, inside_payloads
 from trioengine.testing.fuzz.faults import Harm
 from trioengine.testing.fuzz.leftovers import check_empty, check_tasks
 from trioengine.testing.fuzz.oracles import (
+    all_going,
     check_books,
     check_call,
     check_line,
     check_shutdown,
     check_stopped,
-    num_going,
 )
 from trioengine.testing.fuzz.payload_watch import ImageStates, PayloadWatch
 from trioengine.testing.fuzz.program import JUMPS, recorded
@@ -205,9 +206,10 @@ class Environment(World):
     def _abort_all(self, *, keep_waiting: bool) -> None:
         self.faults.strike(Harm.ABORT_ALL)
         in_flight = {inside.request_of(session) for session in inside.sessions(self.engine)}
-        due = num_going(self.engine, with_waiting=not keep_waiting)
+        going = all_going(self.engine, with_waiting=not keep_waiting)
+        self.requests.fix_cause(going, Cause.ABORT_ALL)
         ended = self.engine.abort_all(keep_waiting=keep_waiting)
-        assert ended == due, f"abort_all() returned {ended}, and {due} were going"
+        assert ended == len(going), f"abort_all() returned {ended}, and {len(going)} were going"
         check_stopped(self.engine, in_flight)
         if not keep_waiting:
             check_line(self.engine)

@@ -187,6 +187,18 @@ def is_going(generation: Generation | Request) -> bool:
     return is_in_flight(generation) and session_of(generation).phase in GOING
 
 
+def is_undecided(generation: Generation | Request) -> bool:
+    """Whether an abort would end the request: it has no outcome, and was not aborted."""
+    return record(generation).outcome is None and (is_going(generation) or not is_in_flight(generation))
+
+
+def is_aborted(generation: Generation | Request) -> bool:
+    """Whether an abort, or the end of its session, has stopped the request, with or without an outcome."""
+    outcome = record(generation).outcome
+    is_stopping = is_in_flight(generation) and outcome is None and session_of(generation).phase in STOPPING
+    return is_stopping or (outcome is not None and outcome.cause is not None)
+
+
 def has_id(generation: Generation | Request) -> bool:
     """Whether the request was admitted and has its id."""
     return record(generation).id is not None

@@ -25,7 +25,7 @@ from trioengine.core.errors import (
 )
 from trioengine.core.lifecycle import Power
 from trioengine.core.sampling_params import Overflow, SamplingParams
-from trioengine.core.types import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.fuzz import inside, inside_payloads
 from trioengine.testing.fuzz.callers import Reader, SessionHolder, Style, partial_of
 from trioengine.testing.fuzz.conversations import (
@@ -50,9 +50,11 @@ from trioengine.testing.fuzz.oracles import (
     check_reader,
     check_served,
     check_worker,
+    num_prompt_tokens,
 )
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, FOR_AN_AUDIT, check_refused
+from trioengine.testing.fuzz.usage_log import UsageLog
 from trioengine.testing.fuzz.world import LIMITS, VARIANTS, EngineFactory, make_engine
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.toy_model import VOCAB_SIZE
@@ -67,6 +69,12 @@ REFUSALS = (EngineOverloaded, EngineAsleep, EngineClosed, WorkerLost)
 
 class CallsMachine(PicturesEnvironment):
     """The rules of one-shot calls: each is a task, and its answer or error is judged where it ends."""
+
+    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
+        super().__init__(make_engine)
+        self.usages = UsageLog()
+        self.simulation.observers.append(self.usages)
+        self.engine.observers.append(self.usages)
 
     @precondition(lambda self: not self.running_calls)
     @recorded(callers=st.integers(2, 6), first=st.integers(0, 2))
@@ -129,8 +137,10 @@ class CallsMachine(PicturesEnvironment):
             check_refused(exc, self.engine, ("sessions", *FOR_A_REQUEST), wait=wait, deadline=deadline)
             raise
         self._learn()
+        self.usages.check(completion, len(expected.token_ids))
         is_late = trio.current_time() >= deadline
         causes = self.faults.causes(life) | ({Cause.TIMEOUT} if is_late else set())
+        causes = self.requests.causes_of(self.requests.latest_of(trio.lowlevel.current_task()), causes)
         ids, images = expected
         check_answer(completion, ids, params, LIMITS.max_model_len, causes, self.faults.paths, images)
 
@@ -264,6 +274,7 @@ class SessionsMachine(CallsMachine):
     def _abort(self, reader: Reader, generation: Generation, *, by_id: bool) -> None:
         is_to_end = generation.outcome is None and (inside.is_going(generation) or not inside.is_in_flight(generation))
         reader.aborted = True
+        self.requests.fix_cause([generation], Cause.CLIENT)
         ended = self.engine.abort(generation.request_id) if by_id else generation.abort()
         assert ended == is_to_end, f"abort() returned {ended} for {generation}"
         again = self.engine.abort(generation.request_id) if by_id else generation.abort()
@@ -312,24 +323,40 @@ class SessionsMachine(CallsMachine):
         super()._check_blocked()
         for reader in self.running_readers:
             check_deadline(reader)
+        for reader in self.readers:
+            if not reader.checked and reader.generation is not None:
+                self.requests.fix_causes(reader.generation, self.faults.causes(reader.life) | reader.causes)
         for holder in self.running_holders:
             check_opening(holder)
 
     def _check(self) -> None:
         """Check the invariants that hold whenever nothing can run."""
         super()._check()
+        self.usages.check_counters(self.engine)
         for reader in self.readers:
             if reader.over and not reader.checked:
-                check_reader(reader, LIMITS.max_model_len, self.faults)
+                check_reader(reader, LIMITS.max_model_len, self.faults, self.requests)
+                self._check_usage(reader)
                 reader.checked = True
         for holder in self.holders:
             check_holder(holder, self.faults)
         if self.is_well:
             sessions = [holder.session for holder in self.holders if holder.session is not None]
             check_worker(self.engine, self._worker(), sessions)
+            self.usages.check_totals(self.engine, self._worker())
             self._check_stuck()
             if self.engine.state in NOT_ASLEEP:
                 check_served(self.holders, self.readers, self.calls, self.engine.config.max_sessions)
+
+    def _check_usage(self, reader: Reader) -> None:
+        generation = reader.generation
+        if reader.entered and generation is not None and generation.outcome is not None:
+            if generation.outcome.finish_reason is not FinishReason.ERROR:
+                self.usages.check(generation.completion, num_prompt_tokens(reader))
+
+    def _finish(self) -> None:
+        super()._finish()
+        self.usages.check_finished(self.requests.whole_answers)
 
     # ---- for a machine that asks for more than answers --------------------------------------------------------------
 
