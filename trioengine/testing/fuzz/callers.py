@@ -141,6 +141,7 @@ class Reader:
     timeout: float | None
     wait: bool | None
     media: str = ""  # names of pictures
+    label: str = ""
     generation: Generation | None = None
     error: EngineError | None = None
     task: trio.lowlevel.Task | None = None
@@ -169,6 +170,7 @@ class Reader:
                     keep_partial=self.keep_partial,
                     timeout=self.timeout,
                     wait=self.wait,
+                    label=self.label,
                 )
                 async with self.generation as generation:
                     self.entered = True
@@ -224,6 +226,8 @@ class Reader:
         token_ids = tuple(token for chunk in self.chunks for token in chunk.token_ids)
         assert text == completion.text, f"the chunks give {text!r}, the completion {completion.text!r}"
         assert token_ids == completion.token_ids, "the chunks give other tokens than the completion"
+        logprobs = tuple(each for chunk in self.chunks for each in chunk.logprobs or ())
+        assert logprobs == (completion.logprobs or ()), "the chunks give other logprobs than the completion"
 
     @property
     def is_stalled(self) -> bool:

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
 from trioengine.actors.observer import Observer, Slot
+from trioengine.actors.power_change import PowerState
 from trioengine.core.errors import EngineAsleep, TransitionFailed
 from trioengine.core.lifecycle import Power
 from trioengine.core.power import ALL_TAGS, Tag, TagName
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz import inside
-from trioengine.testing.fuzz.callers import Style
+from trioengine.testing.fuzz.callers import Call, Style
 from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.fuzz.oracles import check_line
@@ -162,6 +163,9 @@ class PowerMachine(EngineMachine):
         self.engine.observers += [self.changes, _Admissions(self)]
         self._ends_line = False  # the change that is requested in this step empties the lines
         self.faults.paths = self.changes.paths
+        self.states: list[PowerState] = []
+        self._reading = Call(Life(self.faults), "states", self._read_states, ())
+        self.loop.start_soon(self._reading.run, name="states")
 
     # ---- who runs the engine --------------------------------------------------------------------------------------
 
@@ -209,6 +213,12 @@ class PowerMachine(EngineMachine):
         if generation is not None and self.readers[-1].entered:
             self.faults.begin(Harm.WORKERS)
             self.simulation.poisoned[generation.request_id] = num_tokens
+
+    async def _read_states(self) -> None:
+        with self.engine.states() as states:
+            async for state in states:
+                assert not self.states or state != self.states[-1], f"it is {state}, and is published twice"
+                self.states.append(state)
 
     # ---- overrides --------------------------------------------------------------------------------------------------
 
@@ -268,6 +278,9 @@ class PowerMachine(EngineMachine):
     def _check(self) -> None:
         self._learn()
         super()._check()
+        assert self._reading.over >= self.engine_call.over, "the engine is over, and its states go on"
+        latest = self.states[-1]
+        assert latest == self.engine.power, f"published was {latest}, and the engine is {self.engine.power}"
         if self.faults.closing or self.changes.running:
             return
         state, changes = self.engine.power, self.changes
@@ -299,6 +312,8 @@ class PowerMachine(EngineMachine):
                 break
             self._change("wake", self.engine.wake, None, True)
         super()._let_go()
+        self._reading.scope.cancel()
+        self._run_out(lambda: self._reading.over, "the reader of the states was cancelled, and goes on")
 
 
 def _name(mode: str) -> Literal["abort", "wait", "keep"]:

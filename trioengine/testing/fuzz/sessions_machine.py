@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -55,7 +56,7 @@ from trioengine.testing.fuzz.oracles import (
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, FOR_AN_AUDIT, check_refused
 from trioengine.testing.fuzz.usage_log import UsageLog
-from trioengine.testing.fuzz.world import LIMITS, VARIANTS, EngineFactory, make_engine
+from trioengine.testing.fuzz.world import LIMITS, MORE_VARIANTS, EngineFactory, make_engine
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.toy_model import VOCAB_SIZE
 
@@ -186,14 +187,16 @@ class CallsMachine(PicturesEnvironment):
         """Take in the changes that were made to the engine."""
 
 
-SALTS = ("", "", "mine")  # of the requests in turn
+SALTS = ("", "", "mine")  # of the requests in turn, as the next two
+LOGPROBS = (None, 2, None, None, 0)
+STOP_TOKENS = ((), (), (), (), (), (), (ord("e"), ord(" ")))
 
 
 class SessionsMachine(CallsMachine):
     """Holders of sessions, and readers of their requests; the rules are in the machines built on it."""
 
-    variants = VARIANTS
-    num_variants = len(VARIANTS)
+    variants = MORE_VARIANTS
+    num_variants = len(MORE_VARIANTS)
 
     def __init__(self, make_engine: EngineFactory = make_engine) -> None:
         super().__init__(make_engine)
@@ -234,8 +237,15 @@ class SessionsMachine(CallsMachine):
     ) -> Reader:
         idle = [holder for holder in self.open_holders if not holder.is_busy]
         holder = pick(idle if which < 3 and idle else self.open_holders, which)
-        params = replace(params, cache_salt=SALTS[len(self.readers) % len(SALTS)])
-        reader = Reader(Life(self.faults), holder, prompt, params, style, keep_partial, timeout, wait, media)
+        number = len(self.readers)
+        params = replace(
+            params,
+            cache_salt=SALTS[number % len(SALTS)],
+            logprobs=LOGPROBS[number % len(LOGPROBS)],
+            stop_token_ids=STOP_TOKENS[number % len(STOP_TOKENS)],
+        )
+        label = f"reader {number}"
+        reader = Reader(Life(self.faults), holder, prompt, params, style, keep_partial, timeout, wait, media, label)
         holder.readers.append(reader)
         self.readers.append(reader)
         self.loop.start_soon(reader.run, name=f"reader-{len(self.readers)}")
@@ -275,11 +285,16 @@ class SessionsMachine(CallsMachine):
         is_to_end = generation.outcome is None and (inside.is_going(generation) or not inside.is_in_flight(generation))
         reader.aborted = True
         self.requests.fix_cause([generation], Cause.CLIENT)
-        ended = self.engine.abort(generation.request_id) if by_id else generation.abort()
+        abort = functools.partial(self._abort_by_name, reader, generation) if by_id else generation.abort
+        ended = abort()
         assert ended == is_to_end, f"abort() returned {ended} for {generation}"
-        again = self.engine.abort(generation.request_id) if by_id else generation.abort()
+        again = abort()
         assert not again, f"a second abort() returned {again} for {generation}"
         check_aborted(reader)
+
+    def _abort_by_name(self, reader: Reader, generation: Generation) -> int:
+        """By its label, or by its id."""
+        return self.engine.abort(reader.label if self.readers.index(reader) % 2 else generation.request_id)
 
     def _note_moment(self, reader: Reader, what: str) -> None:
         session, generation, worker = reader.holder.session, reader.generation, self.worker
