@@ -44,7 +44,7 @@ class Use:
 
 
 class HttpBooks(Observer):
-    """The model of the server's limits. An upper bound: a request counts until all tasks have come to rest behind it."""
+    """The model of the server's limits: an upper bound, as a request counts until all tasks have come to rest."""
 
     def __init__(self, config: ServeConfig, model: str) -> None:
         self.config = config
@@ -174,7 +174,7 @@ class Metrics(NamedTuple):
 class Tally:
     """Counts of all requests of a server, by their outcomes, as its callers got them."""
 
-    finished: Counter[str] = field(default_factory=Counter)
+    finished: Counter[FinishReason] = field(default_factory=Counter)
     causes: Counter[Cause] = field(default_factory=Counter)
     prompt_tokens: int = 0  # of the answers that ended by themselves
     answer_tokens: int = 0
@@ -189,7 +189,7 @@ class Tally:
         return tally
 
     def _add(self, outcome: Completion) -> None:
-        self.finished[outcome.finish_reason.value] += 1
+        self.finished[outcome.finish_reason] += 1
         if outcome.cause is not None:
             self.causes[outcome.cause] += 1
         if outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -197,11 +197,11 @@ class Tally:
             self.answer_tokens += outcome.usage.completion_tokens
 
     def check(self, metrics: Metrics, *, is_calm: bool) -> None:
-        """All clients have gone: gauges are at rest, and counters have this; `is_calm`: no token was lost or repeated."""
-        whole = self.finished["stop"] + self.finished["length"]
+        """Check the metrics when all clients have gone; `is_calm`: no token was lost, or computed twice."""
+        whole = self.finished[FinishReason.STOP] + self.finished[FinishReason.LENGTH]
         due = {
             **{
-                ("request_success_total", f'finished_reason="{name.value}"'): self.finished[name.value]
+                ("request_success_total", f'finished_reason="{name.value}"'): self.finished[name]
                 for name in FinishReason
             },
             **{("requests_aborted_total", f'cause="{cause.value}"'): self.causes[cause] for cause in Cause},

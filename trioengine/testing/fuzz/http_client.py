@@ -192,6 +192,11 @@ class HttpClient(SimulatedPeer):
         return bool(self._exchanges)
 
     @property
+    def waits_for_answer(self) -> bool:
+        """Whether the server has a whole request of a client that reads."""
+        return self.is_heard and bool(self._exchanges) and not self._exchanges[0].unsent
+
+    @property
     def is_heard(self) -> bool:
         """Whether it reads, and the server has not closed the connection."""
         return self.peer_state is PeerState.WELL and not self.stream.is_over

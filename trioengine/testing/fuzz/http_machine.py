@@ -217,7 +217,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
             for client in self.clients:
                 client.check_kept()
             check_worker(self.engine, self._worker(), inside.sessions(self.engine))
-            stuck = [client for client in self.clients if client.is_active and client.is_heard]
+            stuck = [client for client in self.clients if client.waits_for_answer]
             assert len(stuck) <= self._num_asleep, f"requests of {stuck} are never answered"
 
     def _all_gone(self) -> None:

@@ -113,7 +113,11 @@ def _bad_field(param: str, code: str, status: int = 400, **fields: Any) -> Probe
     return _bad({"messages": MESSAGES, **fields}, code, param, status=status)
 
 
-_COUNTED = {"count": 2, "max_model_len": 96, "tokens": [98, 101]}
+def _counts(*token_ids: int, strings: list[str] | None = None) -> Callable[[Any], None]:
+    tokens = list(token_ids)
+    return _equals({"count": len(tokens), "max_model_len": 96, "tokens": tokens, "token_strs": strings})
+
+
 _RENDERED = list(prompt_ids((("user", "a"),)))
 PROBES: Mapping[str, Probe] = {
     "home": _get("/", None, content_type=TEXT),
@@ -133,19 +137,14 @@ PROBES: Mapping[str, Probe] = {
     "no key": _get("/version", None, status=401, code="invalid_api_key", headers={b"www-authenticate": "Bearer"}),
     "wrong key": _get("/version", "key-z", status=401, code="invalid_api_key"),
     "no operator": _get("/is_sleeping", status=403, code="admin_key_required"),
-    "tokens": _post("/tokenize", {"prompt": "be"}, needs_model=True, check=_equals({**_COUNTED, "token_strs": None})),
+    "tokens": _post("/tokenize", {"prompt": "be"}, needs_model=True, check=_counts(98, 101)),
     "strings": _post(
         "/tokenize",
         {"prompt": "be", "return_token_strs": True},
         needs_model=True,
-        check=_equals({**_COUNTED, "token_strs": ["b", "e"]}),
+        check=_counts(98, 101, strings=["b", "e"]),
     ),
-    "rendered": _post(
-        "/tokenize",
-        {"messages": MESSAGES},
-        needs_model=True,
-        check=_equals({"count": len(_RENDERED), "max_model_len": 96, "tokens": _RENDERED, "token_strs": None}),
-    ),
+    "rendered": _post("/tokenize", {"messages": MESSAGES}, needs_model=True, check=_counts(*_RENDERED)),
     "text": _post(
         "/detokenize", {"tokens": [98, 258, 101]}, needs_model=True, check=_equals({"prompt": "b<|im_end|>e"})
     ),
