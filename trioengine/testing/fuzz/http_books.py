@@ -11,7 +11,7 @@ from typing import NamedTuple
 from trioengine.actors.generation import Generation
 from trioengine.actors.observer import Observer, Slot
 from trioengine.core.errors import EngineOverloaded
-from trioengine.core.types import Cause, Completion, FinishReason
+from trioengine.core.types import Cause, FinishReason
 from trioengine.serve.config import ServeConfig
 from trioengine.testing.fuzz.shapes import longest_prefix
 
@@ -53,8 +53,8 @@ class HttpBooks(Observer):
         self._connections: list[Use] = []
         self._requests: list[Use] = []
         self._histories: list[tuple[str, Sequence[int], Sequence[int]]] = []  # key, prompt and answer of each
-        self._refused: Counter[bool] = Counter()  # by the engine: whether it was full
-        self._overloaded: Counter[int] = Counter()  # answers, by their status
+        self._num_full = 0  # times that the engine was full
+        self._num_refused = 0  # clients that were refused for that
 
     # ---- limits -----------------------------------------------------------------------------------------------------
 
@@ -112,13 +112,14 @@ class HttpBooks(Observer):
 
     def slot_refused(self, slot: Slot, error: Exception) -> None:
         if isinstance(error, EngineOverloaded):
-            self._refused[error.is_full] += 1
+            self._num_full += error.is_full
 
-    def overloaded(self, status: int) -> None:
-        """A client is refused a slot: the engine has refused one for such a reason, and to no other client."""
-        self._overloaded[status] += 1
-        refused = self._refused[status == 429]
-        assert self._overloaded[status] <= refused, f"{self._overloaded[status]} times {status}, {refused} were refused"
+    def refused(self) -> None:
+        """A client is refused a slot: the engine was full, once for each of these clients."""
+        self._num_refused += 1
+        assert self._num_refused <= self._num_full, (
+            f"{self._num_refused} clients are refused with 429, the engine was full {self._num_full} times"
+        )
 
 
 # ---- metrics ------------------------------------------------------------------------------------------------------
@@ -178,23 +179,23 @@ class Tally:
     causes: Counter[Cause] = field(default_factory=Counter)
     prompt_tokens: int = 0  # of the answers that ended by themselves
     answer_tokens: int = 0
+    has_stops: bool = False  # tokens behind a stop string are generated, and in no answer
 
     @staticmethod
     def of(generations: Iterable[Generation]) -> Tally:
         """Count requests that have an outcome."""
         tally = Tally()
         for generation in generations:
-            if (outcome := generation.outcome) is not None:
-                tally._add(outcome)
+            if (outcome := generation.outcome) is None:
+                continue
+            tally.finished[outcome.finish_reason] += 1
+            if outcome.cause is not None:
+                tally.causes[outcome.cause] += 1
+            if outcome.is_complete:
+                tally.prompt_tokens += generation.completion.usage.prompt_tokens
+                tally.answer_tokens += generation.completion.usage.completion_tokens
+            tally.has_stops |= bool(generation.params.stop)
         return tally
-
-    def _add(self, outcome: Completion) -> None:
-        self.finished[outcome.finish_reason] += 1
-        if outcome.cause is not None:
-            self.causes[outcome.cause] += 1
-        if outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.prompt_tokens += outcome.usage.prompt_tokens
-            self.answer_tokens += outcome.usage.completion_tokens
 
     def check(self, metrics: Metrics, *, is_calm: bool) -> None:
         """Check the metrics when all clients have gone; `is_calm`: no token was lost, or computed twice."""
@@ -211,11 +212,9 @@ class Tally:
             **{(name, ""): 0 for name in EMPTY},
         }
         if is_calm and whole == sum(self.finished.values()):
-            due |= {
-                ("prompt_tokens_total", ""): self.prompt_tokens,
-                ("generation_tokens_total", ""): self.answer_tokens,
-            }
-            due["time_to_first_token_seconds_count", ""] = whole
+            due |= {("prompt_tokens_total", ""): self.prompt_tokens, ("time_to_first_token_seconds_count", ""): whole}
+            if not self.has_stops:
+                due["generation_tokens_total", ""] = self.answer_tokens
         for (name, labels), value in due.items():
             found = metrics.of(name, labels)
             assert found == value, f"the metric {name} {labels} is {found:g}, and not {value}"

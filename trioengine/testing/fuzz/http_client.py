@@ -90,6 +90,7 @@ class Exchange:
     request: Request
     use: Use  # of the server's limits
     chosen_id: str
+    sent_at: float
     ask: Ask | None = None
     number: int = 0  # of its prompt
     judge: Judge | None = None  # of the response to another request
@@ -126,7 +127,7 @@ class HttpClient(SimulatedPeer):
         self._unasked = b""
         self._spoilt = False  # it has sent bytes that are not a request
         self._is_last = False  # the server has said that it closes the connection
-        self._sent_at = clock()  # when it last sent bytes
+        self._answered_after = clock()  # when it sent the last request that was answered, or connected
         self._heard_at = clock()  # when bytes last came
         self._idle_since: float | None = None  # when it came to rest without a request
         self._full_since: tuple[int, float] | None = None  # bytes that wait for it, and since when
@@ -148,7 +149,8 @@ class HttpClient(SimulatedPeer):
     def _send(self, request: Request, framing: str, **more: Any) -> None:
         use = self._books.sent(request, lambda: self.stream.closed)
         chosen_id = f"chosen-{len(request.body) % 3}"  # several requests may have the same
-        exchange = Exchange(Life(self._faults), request, use, chosen_id, is_continued=framing != "expect", **more)
+        more["is_continued"] = framing != "expect"
+        exchange = Exchange(Life(self._faults), request, use, chosen_id, self._clock(), **more)
         self._exchanges.append(exchange)
         headers = [("host", "localhost"), ("x-request-id", chosen_id)]
         if request.key is not None:
@@ -168,7 +170,6 @@ class HttpClient(SimulatedPeer):
         self._put(head + b"".join(bodies[:now]))
 
     def _put(self, data: bytes) -> None:
-        self._sent_at = self._clock()
         self.to_server.put(data)
 
     @property
@@ -268,7 +269,7 @@ class HttpClient(SimulatedPeer):
 
     def on_end(self) -> None:
         """The server has closed the connection: check that it had to."""
-        limits, waits = self._books.config, self._clock() - self._sent_at
+        limits, waits = self._books.config, self._clock() - self._answered_after
         is_displaced = self.use.most_connections > limits.max_connections
         is_late = waits >= min(limits.handshake_timeout, limits.send_timeout)
         is_bad = self._is_last or self._spoilt or self.peer_state is PeerState.LISTENING
@@ -298,7 +299,8 @@ class HttpClient(SimulatedPeer):
                 case h11.InformationalResponse():
                     assert event.status_code == 100 and not exchange.is_continued, f"it was not asked for: {event}"
                     exchange.is_continued = True
-                    self.send_rest()
+                    if self.has_unsent:
+                        self.send_rest()
                 case h11.Response():
                     exchange.head = Head(event.status_code, list(event.headers))
                     self._is_last = exchange.head.is_last
@@ -308,6 +310,7 @@ class HttpClient(SimulatedPeer):
                     self._exchanges.popleft()
                     exchange.use.is_over = True
                     self.num_answers += 1
+                    self._answered_after = exchange.sent_at
                     assert exchange.head is not None, "a response has a head"
                     self._judge(exchange, exchange.head)
                     return exchange.protocol.trailing_data[0]
@@ -356,7 +359,7 @@ class HttpClient(SimulatedPeer):
         elif code == "bad_request":
             assert self._spoilt, f"{exchange.request} is refused by {error}"
         elif code == "request_timeout":
-            waits = self._clock() - self._sent_at
+            waits = self._clock() - exchange.sent_at
             assert waits >= self._books.config.body_timeout, f"after {waits:g} s {exchange.request} gets {error}"
         else:
             self._judge_error(exchange, error, head.status)
@@ -370,7 +373,8 @@ class HttpClient(SimulatedPeer):
         assert is_bad or self._faults.excuse(code, exchange.life), f"nothing may fail by {error}"
         if code == "overloaded" and isinstance(ask.content, str):
             assert status, f"an answer that has begun is refused: {error}"
-            self._books.overloaded(status)
+            if status == 429:
+                self._books.refused()
 
     def _is_failed(self, ask: Ask, code: str) -> bool:
         return is_failed(code, [("user", ask.content)], self._faults.dropped)

@@ -46,7 +46,7 @@ class Probe:
     def judge_early(self, head: Head, body: bytes, life: Life) -> bool:
         """The same while the model may be unknown."""
         if self.needs_model and head.status == 503:
-            return shapes.check_problem(json.loads(body)["error"], head)["code"] == "overloaded"
+            return bool(shapes.check_problem(json.loads(body)["error"], head)["code"] == "overloaded")
         return self.judge(head, body, life)
 
     def judge(self, head: Head, body: bytes, life: Life) -> bool:

@@ -64,7 +64,7 @@ class Head:
     @property
     def is_last(self) -> bool:
         """Whether the server closes the connection after this response."""
-        return self.value(b"connection") == "close"
+        return (b"connection", b"close") in self.headers
 
 
 def check_head(head: Head, content_type: str, request_id: str | None) -> None:
