@@ -152,6 +152,7 @@ class HttpClient(SimulatedPeer):
         more["is_continued"] = framing != "expect"
         exchange = Exchange(Life(self._faults), request, use, chosen_id, self._clock(), **more)
         self._exchanges.append(exchange)
+        self._idle_since = None
         headers = [("host", "localhost"), ("x-request-id", chosen_id)]
         if request.key is not None:
             headers.append(("authorization", f"Bearer {request.key}"))

@@ -224,7 +224,8 @@ class ChatStream:
         assert delta["content"] or self._top is not None, f"an empty delta: {choice}"
         self.num_texts += 1
         given.text += delta["content"]
-        given.logprobs += _logprobs(choice["logprobs"], self._top)
+        if choice["logprobs"] is not None or self._top is None:  # a text may come later than its tokens
+            given.logprobs += _logprobs(choice["logprobs"], self._top)
 
 
 # ---- the model's own arithmetic -------------------------------------------------------------------------------------
