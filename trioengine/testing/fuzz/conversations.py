@@ -357,14 +357,16 @@ def reference(
     *,
     ignore_eos: bool = False,
     min_tokens: int = 0,
+    stop_token_ids: tuple[int, ...] = (),
     images: tuple[ToyImage, ...] = (),
 ) -> Answer:
-    """The model's answer, by its own arithmetic: the end token and stop strings do not end a shorter answer."""
+    """The model's answer, by its own arithmetic: end tokens and stop strings do not end a shorter answer."""
     length = max(max_tokens, 0) if prompt else 0  # a prompt may be longer than the context
     ids = tuple(toy_answer(prompt, length, ignore_eos=True, weights=weights, images=images))
-    ends = [at + 1 for at, token in enumerate(ids) if token == IM_END and at + 1 >= min_tokens and not ignore_eos]
+    end_tokens = {*stop_token_ids} | (set() if ignore_eos else {IM_END})
+    ends = [at + 1 for at, token in enumerate(ids) if token in end_tokens and at + 1 >= min_tokens]
     ids = ids[: min(ends, default=length)]
-    shown = [at for at, token in enumerate(ids) if token != IM_END]
+    shown = [at for at, token in enumerate(ids) if token != IM_END and not (ends and at + 1 == len(ids))]
     text = bytes(ids[at] for at in shown).decode("ascii")  # a token is a character, or hidden
     stops = [
         (shown[at + len(string) - 1] + 1, at)

@@ -40,6 +40,7 @@ class Use:
     is_over: bool = False
     most_bytes: int = 0
     most_of_key: int = 0
+    most_bytes_of_key: int = 0
     most_connections: int = 0
 
 
@@ -49,7 +50,8 @@ class HttpBooks(Observer):
     def __init__(self, config: ServeConfig, model: str) -> None:
         self.config = config
         self.model = model
-        self.max_bytes = config.max_buffered_bytes
+        self.max_bytes = config.max_buffered_bytes  # of all, and of a key
+        self.is_closing = False  # the server closes connections that are idle
         self._connections: list[Use] = []
         self._requests: list[Use] = []
         self._histories: list[tuple[str, Sequence[int], Sequence[int]]] = []  # key, prompt and answer of each
@@ -74,6 +76,8 @@ class HttpBooks(Observer):
         for each in self._requests:
             each.most_bytes = max(each.most_bytes, num_bytes)
             each.most_of_key = max(each.most_of_key, of_keys[each.key])
+            of_key = sum(other.size for other in self._requests if other.key == each.key)
+            each.most_bytes_of_key = max(each.most_bytes_of_key, of_key)
         return use
 
     def rest(self) -> None:
@@ -89,6 +93,8 @@ class HttpBooks(Observer):
                 return connection.most_connections > config.max_connections
             case "too_many_sessions":
                 return request.key is not None and request.most_of_key > config.max_sessions_per_key
+            case "key_buffers_full":
+                return request.key is not None and request.most_bytes_of_key > self.max_bytes
             case "buffers_full":
                 return request.most_bytes > self.max_bytes
         return False

@@ -47,6 +47,7 @@ class Ask:
     streams: bool
     stop: str | None = None
     min_tokens: int = 0
+    stop_token: int | None = None
     top_logprobs: int | None = None
     has_usage: bool = False  # in its stream
 
@@ -59,7 +60,8 @@ class Ask:
         token_ids, images = self.prompt
         length = min(max_model_len - len(token_ids), self.max_tokens)
         stop = () if self.stop is None else (self.stop,)
-        return reference(token_ids, length, stop, min_tokens=self.min_tokens, images=images)
+        ends = () if self.stop_token is None else (self.stop_token,)
+        return reference(token_ids, length, stop, min_tokens=self.min_tokens, stop_token_ids=ends, images=images)
 
     def fields(self, model: str) -> dict[str, Any]:
         """The body of the request; fields that would change nothing are left out."""
@@ -72,6 +74,7 @@ class Ask:
         more = {
             "stop": self.stop,
             "min_tokens": self.min_tokens or None,
+            "stop_token_ids": None if self.stop_token is None else [self.stop_token],
             "logprobs": None if self.top_logprobs is None else True,
             "top_logprobs": self.top_logprobs,
             "stream_options": {"include_usage": True} if self.has_usage else None,
@@ -229,6 +232,7 @@ class HttpClient(SimulatedPeer):
         if self._exchanges:
             self._check_first(self._exchanges[0], now, limits)
             return
+        assert not self._books.is_closing, "the server is closed, and keeps an idle connection open"
         if self._idle_since is None:
             self._idle_since = now
         timeout = limits.idle_timeout if self.num_answers else limits.handshake_timeout
@@ -334,6 +338,11 @@ class HttpClient(SimulatedPeer):
     def _judge(self, exchange: Exchange, head: Head) -> None:
         if exchange.judge is not None and exchange.judge(head, exchange.body, exchange.life):
             shapes.check_head(head, head.value(b"content-type") or "", exchange.chosen_id)
+            return
+        if exchange.request.method == "HEAD":  # its error has no body
+            codes = ("too_many_connections", "too_many_sessions")
+            is_reached = any(self._books.is_reached(code, exchange.use, self.use) for code in codes)
+            assert head.status in shapes.RETRIED and is_reached, f"{exchange.request} is answered by {head}"
             return
         if head.status != 200:
             error = shapes.has_fields(json.loads(exchange.body), ("error",), "the body")["error"]

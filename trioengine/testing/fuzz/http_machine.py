@@ -43,6 +43,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         "api_key": KEYS,
         "admin_key": (ADMIN_KEY,),
         "max_sessions_per_key": 1,
+        "max_buffered_bytes_per_key": max_buffered_bytes,
         "max_body_size": 1400,
         "handshake_timeout": 5.0,
         "body_timeout": 9.0,
@@ -91,6 +92,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         streams=st.booleans(),
         stop=st.sampled_from((None, "a", "e ", "th", "abcde")),
         min_tokens=st.sampled_from((0, 0, 2, 9)),
+        stop_token=st.sampled_from((None, None, ord("e"), ord(" "))),
         top_logprobs=st.sampled_from((None, None, 0, 2)),
         rounds=st.sampled_from((0, 0, 6, 9, 20)),
     )
@@ -101,11 +103,12 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         streams: bool,
         stop: str | None,
         min_tokens: int,
+        stop_token: int | None,
         top_logprobs: int | None,
         rounds: int,
     ) -> None:
         """A request with more fields."""
-        ask = Ask(prompt, 20, streams, stop, min_tokens, top_logprobs, has_usage=streams)
+        ask = Ask(prompt, 20, streams, stop, min_tokens, stop_token, top_logprobs, has_usage=streams)
         pick(self.speakers, which).ask(ask)
         if rounds:
             self._flow(rounds)
@@ -125,7 +128,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         pick(self.speakers, which).request(probe.request, judge)
 
     @precondition(lambda self: self.has_speakers)
-    @recorded(which=WHICH, what=st.sampled_from(("health", "ready", "metrics", "invariants")))
+    @recorded(which=WHICH, what=st.sampled_from(("metrics", "metrics", "health", "ready", "invariants")))
     def observe(self, which: int, what: str) -> None:
         """A request for the state of the engine."""
         client, state = pick(self.speakers, which), self.state
@@ -180,6 +183,10 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     def _connect(self, key: int) -> None:
         clock = self.loop.clock.current_time
         self._join(HttpClient(self.books, KEYS[key], LIMITS.max_model_len, self.faults, clock))
+
+    def _close_within(self, seconds: float) -> None:
+        super()._close_within(seconds)
+        self.books.is_closing = True
 
     def _make_room(self) -> None:
         super()._make_room()

@@ -169,6 +169,7 @@ PROBES: Mapping[str, Probe] = {
     "other model": _bad_field("model", "model_not_found", 404, model="other"),
     "no id": Probe(Request("POST", "/abort_request", b"{}", ADMIN_KEY), 400, "invalid_value", "request_id"),
     "no level": Probe(Request("POST", "/sleep?level=3", b"", ADMIN_KEY), 400, "invalid_value", "level"),
+    "no weights": Probe(Request("POST", "/update_weights", b'{"name": "x"}', ADMIN_KEY), 403, "no_weights_dir"),
     "too long": _bad(b"{" + b" " * 1500, "body_too_large", None, status=413),
 }
 

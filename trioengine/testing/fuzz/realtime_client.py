@@ -86,6 +86,7 @@ class RealtimeClient(SimulatedClient):
         self.truncation = "auto"
         self.num_events = 0
         self.engine_state = AWAKE  # by the last engine.state event
+        self.weight_version: int | None = None  # the same; None before the first
         self.responses: dict[str, FollowedResponse] = {}  # the active ones
         self._config = config
         self._max_model_len = max_model_len
@@ -198,6 +199,11 @@ class RealtimeClient(SimulatedClient):
             waits = now - self._deaf_since
             assert waits < most, f"a client has answered no ping for {waits:g} s, and is connected"
 
+    def check_closed(self) -> None:
+        """At rest, and the server is closed: its responses are over, and it has said goodbye."""
+        is_served = self.peer_state is PeerState.WELL and self.accepted and self.can_send
+        assert not is_served or self.responses, "the server is closed, and has not said goodbye"
+
     def on_goodbye(self, code: int) -> None:
         assert code != TRY_AGAIN_LATER or self._is_dropped, "no message was dropped"
         assert code != GOING_AWAY or not self.responses, f"a goodbye in the middle of {set(self.responses)}"
@@ -237,8 +243,9 @@ class RealtimeClient(SimulatedClient):
                 self._active(event["response"]["id"]).end(event["response"])
                 del self.responses[event["response"]["id"]]
             case "engine.state":
-                assert event["state"] != self.engine_state, f"the state does not change: {event}"
-                self.engine_state = event["state"]
+                told = event["state"], event["weight_version"]
+                assert told != (self.engine_state, self.weight_version), f"the state does not change: {event}"
+                self.engine_state, self.weight_version = told
             case "error":
                 self._complain(event["error"])
             case kind if kind.startswith("response."):

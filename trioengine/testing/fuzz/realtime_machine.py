@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
+from trioengine.core.errors import TransitionFailed
 from trioengine.serve.realtime.outbox import SHOWN
 from trioengine.testing.fuzz import inside, inside_payloads, inside_server
 from trioengine.testing.fuzz.conversations import FILES, content_of
 from trioengine.testing.fuzz.environment import Switch
+from trioengine.testing.fuzz.faults import Harm
 from trioengine.testing.fuzz.inside_payloads import Payload
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.peers import WHICH
@@ -20,6 +23,7 @@ from trioengine.testing.fuzz.realtime_client import ALWAYS_REFUSED, RealtimeClie
 from trioengine.testing.fuzz.served import ServedEnvironment
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import PeerState
+from trioengine.testing.toy_model import TOY_PATH
 
 PROMPTS = ("a", "be", "<|im_end|>")
 TOKENS = st.sampled_from((1, 3, 20))
@@ -157,10 +161,14 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         pick(self.speakers, which).ask_wrongly(how)
 
     @precondition(lambda self: self.engine.power.asleep or any(client.is_active for client in self.clients))
-    @recorded(how=st.sampled_from(("keep", "wake", "wake", "wake", "abort", "wait", "weights")))
-    def switch(self, how: Switch) -> None:
-        """The operator puts the engine to sleep, or wakes it."""
-        self._switch(how)
+    @recorded(how=st.sampled_from(("keep", "wake", "wake", "wake", "abort", "wait", "weights", "update")))
+    def switch(self, how: Switch | Literal["update"]) -> None:
+        """The operator puts the engine to sleep, wakes it, or loads the weights that it has, as another version."""
+        if how != "update":
+            self._switch(how)
+            return
+        self.faults.begin(Harm.SLEEP)
+        self._call("update", functools.partial(self.engine.update_weights, TOY_PATH, mode="keep"), (TransitionFailed,))
 
     # ---- overrides --------------------------------------------------------------------------------------------------
 
@@ -198,6 +206,9 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
 
     def _check(self) -> None:
         super()._check()
+        if self.is_closing:
+            for client in self.clients:
+                client.check_closed()
         if self.is_well:
             check_worker(self.engine, self._worker(), inside.sessions(self.engine))
             stuck = [id for client in self.clients if client.peer_state is PeerState.WELL for id in client.responses]
@@ -209,6 +220,12 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         shown = SHOWN[self.engine.state]
         is_told = client.peer_state is not PeerState.WELL or not client.accepted or not client.can_send
         assert is_told or client.engine_state == shown, f"{client} hears {client.engine_state}, the engine is {shown}"
+        version = self.engine.power.weight_version
+        if not is_told and client.weight_version is None:  # it came while the engine was awake
+            client.weight_version = version
+        assert is_told or client.weight_version == version, (
+            f"{client} hears of the weights {client.weight_version}, the engine has {version}"
+        )
 
     def _note_moment(self, client: RealtimeClient) -> None:
         if client.response is not None:

@@ -138,7 +138,13 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
         return finished
 
     def _close_within(self, seconds: float) -> None:
+        """The server closes its connections, and has so long for that."""
         self._closed_by = min(self._closed_by, self.seconds + seconds)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the server closes its connections, the idle ones at once."""
+        return math.isfinite(self._closed_by)
 
     def _all_gone(self) -> None:
         """Check the end of a program, when all clients have gone, and the server still serves."""
@@ -180,6 +186,8 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
             assert left == count, f"all clients have gone, and {left} of {count} are free"
         kept = inside_server.num_buffered_bytes(self.server)
         assert kept == 0, f"all clients have gone, and {kept} bytes are kept for them"
+        keys = len(inside_server.keys_in_use(self.server))
+        assert keys == 0, f"all clients have gone, and something is counted for {keys} keys"
         known = len(inside_server.request_ids(self.server))
         assert known == 0, f"all clients have gone, and {known} requests are known by their ids"
         open_sessions = [session for session in inside.sessions(self.engine) if session.end_cause is None]
