@@ -6,8 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-import trio
-
 from trioengine.cli.fuzz_target import (
     TargetOptions,
     check_options,
@@ -20,15 +18,10 @@ from trioengine.cli.fuzz_target import (
 from trioengine.core.config import DEFAULT_MODEL
 from trioengine.core.errors import InvalidConfig
 from trioengine.hub.pull import resolve
-from trioengine.testing.target.calibrate import calibrate
-from trioengine.testing.target.dialects import TRIOENGINE
-from trioengine.testing.target.exchange import Target
 from trioengine.testing.target.faults import FaultyRun
 from trioengine.testing.target.hunt import Hunt
 from trioengine.testing.target.program import FAULTS, Step
-from trioengine.testing.target.server_process import LAUNCHER, ServerProcess, command_line, started
-
-STARTS = 3  # starts of a server that each deadline has room for, as a worker may have to be started again
+from trioengine.testing.target.server_process import LAUNCHER, command_line, started
 
 
 def fuzz_process(options: TargetOptions, launcher: Sequence[str] = LAUNCHER) -> int:
@@ -39,7 +32,7 @@ def fuzz_process(options: TargetOptions, launcher: Sequence[str] = LAUNCHER) -> 
         _, steps, kept = read_finding(options.replay)
         options = replace(options, serve=options.serve or _arguments_in(kept))
     options = replace(options, serve=options.serve or ())
-    return run_reported(_search, options, command_line(_with_model(options.serve or ()), launcher), steps)
+    return run_reported(_search, options, command_line(with_model(options.serve or ()), launcher), steps)
 
 
 def _arguments_in(kept: dict[str, object]) -> tuple[str, ...]:
@@ -49,7 +42,7 @@ def _arguments_in(kept: dict[str, object]) -> tuple[str, ...]:
     return tuple(arguments)
 
 
-def _with_model(arguments: tuple[str, ...]) -> list[str]:
+def with_model(arguments: tuple[str, ...]) -> list[str]:
     """Return arguments of `serve` that also permit updates to the weights that are served already."""
     model, *more = arguments if arguments and not arguments[0].startswith("-") else (DEFAULT_MODEL, *arguments)
     path = resolve(model)
@@ -58,12 +51,10 @@ def _with_model(arguments: tuple[str, ...]) -> list[str]:
 
 async def _search(options: TargetOptions, command: list[str], steps: list[Step] | None) -> int:
     print("starting a server:", " ".join(command), file=sys.stderr)
-    begin = trio.current_time()
     async with started(command) as server:
-        start = trio.current_time() - begin
         hunt = Hunt(
             server,
-            await measured(server, start),
+            await server.measured(),
             options.seed,
             show_progress,
             server.restart,
@@ -72,11 +63,3 @@ async def _search(options: TargetOptions, command: list[str], steps: list[Step] 
         )
         describe(hunt.target, detected=False)
         return await run_hunt(hunt, options, steps)
-
-
-async def measured(server: ServerProcess, start: float) -> Target:
-    """Return the server as a target, whose deadlines have room for starts of a worker, each of `start` seconds."""
-    target = await server.run(calibrate(Target(server.address, "", TRIOENGINE)))
-    target.deadline += STARTS * start
-    target.call_deadline += STARTS * start
-    return target

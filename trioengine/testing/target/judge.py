@@ -102,7 +102,8 @@ class Judge(Exchange):
 
     def _judge_rest(self) -> Action[None]:
         """Wait until the gauges are at rest and all answers are counted."""
-        deadline = (yield Now()) + self.target.deadline
+        patience = self.target.deadline - self.target.slack
+        deadline = (yield Now()) + patience
         last = yield from self.snapshot()
         while True:
             now = yield from self.snapshot()
@@ -113,7 +114,7 @@ class Judge(Exchange):
             last = now
             yield Wait(0.05)
         self.evidence |= {"before": vars(self.before), "after": vars(now)}
-        seconds = f"{self.target.deadline:g} s after the last close"
+        seconds = f"{patience:g} s after the last close"
         self.findings += [Finding("rest", f"{each}, {seconds}") for each in unrest]
         self.findings += [Finding("counters", each) for each in uncounted] + check_counters(self.before, now)
 

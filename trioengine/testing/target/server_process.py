@@ -22,14 +22,16 @@ import trio
 import trioengine
 from trioengine.core.config import child_environment
 from trioengine.testing.target import relay
-from trioengine.testing.target.calibrate import NoTarget
+from trioengine.testing.target.calibrate import NoTarget, calibrate
+from trioengine.testing.target.dialects import TRIOENGINE
 from trioengine.testing.target.driver import TrioDriver
+from trioengine.testing.target.exchange import Target
 from trioengine.testing.target.wire import Ended, Limit, Operation, Pipes, ReadLog, Restart, Signal
 
 LAUNCHER = (sys.executable, relay.__file__, "serve")
 START_TIMEOUT = 180.0  # seconds until the server is ready; the first start may compile kernels
+STARTS = 3  # that each deadline has room for: a worker may have to be started again, and again
 END_TIMEOUT = 10.0  # seconds from SIGKILL to the process's death
-SHUTDOWN_TIMEOUT = 2  # seconds: an option of the server
 OPTIONS = {  # of the server: small limits, and short times
     "max-num-seqs": 4,
     "max-num-queued-reqs": 16,
@@ -38,7 +40,7 @@ OPTIONS = {  # of the server: small limits, and short times
     "num-threads": 1,
     "unresponsive-timeout": 3,
     "ping-interval": 0.2,
-    "shutdown-timeout": SHUTDOWN_TIMEOUT,
+    "shutdown-timeout": 2,
     "worker-shutdown-timeout": 3,
     "max-restarts": 20,
 }
@@ -68,25 +70,36 @@ class ServerProcess(TrioDriver):
         self._command = command
         self._pipes, self._log = directory / "pipes", directory / "log"
         self._server: subprocess.Popen[bytes] | None = None
-        self._children: dict[str, Child] = {}  # by name; they stay after their death, until the next one is found
+        self.children: dict[str, Child] = {}  # by name; they stay after their death, until the next one is found
         self._stopped: set[str] = set()
         self._limits: dict[tuple[int, str], tuple[int, int]] = {}  # as they were, by process and resource
         self._log_read = 0  # bytes
+        self._start_time = 0.0  # seconds
 
     @property
     def address(self) -> str:
         return "{}:{}".format(*self._address)
 
+    async def measured(self) -> Target:
+        """Return the server as a target, with deadlines that have room for starts of the worker."""
+        target = await self.run(calibrate(Target(self.address, "", TRIOENGINE)))
+        target.slack = STARTS * self._start_time
+        target.deadline += target.slack
+        target.call_deadline += target.slack
+        return target
+
     # ---- start and end ----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start the server and wait until it is ready. Raises NoTarget."""
+        begin = trio.current_time()
         server = self._spawn()
         with trio.move_on_after(START_TIMEOUT):
             while server.poll() is None:
                 text = self._log.read_text(errors="replace")
                 if (found := _LISTENING.search(text)) and "ready: " in text:
                     self._address = ("127.0.0.1", int(found[1]))
+                    self._start_time = trio.current_time() - begin
                     self._find("worker")
                     return
                 await trio.sleep(0.05)
@@ -106,7 +119,7 @@ class ServerProcess(TrioDriver):
                 start_new_session=True,
             )
         self._pid = self._server.pid
-        self._children["server"] = Child(self._pid, os.pidfd_open(self._pid))
+        self.children["server"] = Child(self._pid, os.pidfd_open(self._pid))
         return self._server
 
     def _environment(self) -> dict[str, str]:
@@ -128,17 +141,17 @@ class ServerProcess(TrioDriver):
             await self._wait("worker")
         assert self._server.stdin is not None
         self._server.stdin.close()
-        for child in self._children.values():
+        for child in self.children.values():
             os.close(child.pidfd)
-        self._children.clear()
+        self.children.clear()
         self._limits.clear()
         self._stopped.clear()
         self._server = None
 
     def _kill(self, name: str) -> None:
-        if name in self._children:
+        if name in self.children:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._children[name].pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(self.children[name].pidfd, signal.SIGKILL)
 
     async def restart(self) -> None:
         await self.end()
@@ -180,7 +193,7 @@ class ServerProcess(TrioDriver):
     def _send_signal(self, name: str, process: str) -> bool:
         if process == "server":
             self._find("worker")  # which is not the server's child after its end
-        child = self._children.get(process) if name == "CONT" else self._find(process)
+        child = self.children.get(process) if name == "CONT" else self._find(process)
         if child is None:
             return False
         with suppress(ProcessLookupError):
@@ -194,19 +207,19 @@ class ServerProcess(TrioDriver):
     def _find(self, process: str) -> Child | None:
         """Return a process that lives: the server, its child or the child of that."""
         if process == "server":
-            return self._children.get("server")
+            return self.children.get("server")
         parent = self._find("server" if process == "worker" else "worker")
         pid = None if parent is None else _child_of(parent.pid, relay.__file__ if process == "relay" else "")
         if pid is None:
             return None
-        known = self._children.get(process)
+        known = self.children.get(process)
         if known is None or known.pid != pid:
             if known is not None:
                 os.close(known.pidfd)
-                del self._children[process]
+                del self.children[process]
             with suppress(ProcessLookupError):
-                self._children[process] = Child(pid, os.pidfd_open(pid))
-        return self._children.get(process)
+                self.children[process] = Child(pid, os.pidfd_open(pid))
+        return self.children.get(process)
 
     def _limit(self, process: str, kind: str, spare: int | None) -> bool:
         if spare is None:
@@ -237,8 +250,8 @@ class ServerProcess(TrioDriver):
         return None
 
     async def _wait(self, process: str) -> None:
-        if process in self._children:
-            await trio.lowlevel.wait_readable(self._children[process].pidfd)
+        if process in self.children:
+            await trio.lowlevel.wait_readable(self.children[process].pidfd)
 
     def _read_log(self) -> str:
         with self._log.open("rb") as log:
