@@ -56,6 +56,10 @@ class PeersEnvironment(Environment, Generic[Client]):
                 client.peer_state = PeerState.WELL
             case "garbage":
                 client.send_garbage()
+        self._gone(client, how)
+
+    def _gone(self, client: Client, how: str) -> None:
+        """A client went in this way."""
 
     @precondition(lambda self: self.targets)
     @recorded(which=WHICH, to_server=st.integers(0, 400), to_client=st.integers(0, 400))

@@ -45,6 +45,7 @@ class ServerWatch(inside_server.ServerEvents):
         self._crashes.append(error)
 
     def connection_displaced(self) -> None:
+        self._faults.strike(Harm.DISPLACES)
         self._saw("a connection makes room")
 
     def bytes_refused(self) -> None:
