@@ -207,7 +207,9 @@ def check_served(
     A one-shot call waits for one, too. A reader that reads nothing has its answer.
     """
     taken = sum(holder.session is not None and not holder.over for holder in holders)
-    waiting: list[object] = [reader for reader in readers if not reader.over and not (reader.entered and reader.is_stalled)]
+    waiting: list[object] = [
+        reader for reader in readers if not reader.over and not (reader.entered and reader.is_stalled)
+    ]
     is_full = taken >= max_sessions
     waiting += [call.name for call in calls if not call.over and not (is_full and call.name in ONE_SHOTS)]
     waiting += [holder for holder in holders if holder.waits and not is_full]
