@@ -64,6 +64,7 @@ class SessionHolder:
     overflow: Overflow = "refuse"
     history: tuple[Turn, ...] = ()  # that it is opened with, as `messages`
     messages: list[dict[str, Any]] | None = None
+    deadline: float = math.inf  # of opening it
     session: Session | None = None
     error: EngineError | None = None
     ended: bool = False
@@ -75,13 +76,14 @@ class SessionHolder:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
     async def run(self) -> None:
-        deadline = trio.current_time() + (math.inf if self.timeout is None else self.timeout)
+        if self.timeout is not None:
+            self.deadline = trio.current_time() + self.timeout
         try:
             with self.scope:
                 await self._hold()
         except (EngineOverloaded, EngineAsleep, EngineClosed, TimedOut) as exc:
             assert self.session is None, "only entering is refused"
-            check_not_admitted(exc, self.engine, wait=self.wait, deadline=deadline)
+            check_not_admitted(exc, self.engine, wait=self.wait, deadline=self.deadline)
             self.error = exc
         except SessionEnded as exc:
             assert self.session is None and self.wait is not False, "only a session in the line is ended so"
@@ -107,6 +109,11 @@ class SessionHolder:
         if self.session is not None:
             self.ended = True
             self.session.end()
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for a slot, or for room for its images."""
+        return self.session is None and not self.over
 
     @property
     def is_open(self) -> bool:
@@ -137,6 +144,7 @@ class Reader:
     timeout: float | None
     wait: bool | None
     media: str = ""  # names of pictures
+    label: str = ""
     generation: Generation | None = None
     error: EngineError | None = None
     task: trio.lowlevel.Task | None = None
@@ -165,6 +173,7 @@ class Reader:
                     keep_partial=self.keep_partial,
                     timeout=self.timeout,
                     wait=self.wait,
+                    label=self.label,
                 )
                 async with self.generation as generation:
                     self.entered = True
@@ -224,6 +233,8 @@ class Reader:
         token_ids = tuple(token for chunk in self.chunks for token in chunk.token_ids)
         assert text == completion.text, f"the chunks give {text!r}, the completion {completion.text!r}"
         assert token_ids == completion.token_ids, "the chunks give other tokens than the completion"
+        logprobs = tuple(each for chunk in self.chunks for each in chunk.logprobs or ())
+        assert logprobs == (completion.logprobs or ()), "the chunks give other logprobs than the completion"
 
     @property
     def is_stalled(self) -> bool:
@@ -261,7 +272,7 @@ def check_timed_out(error: TimedOut, generation: Generation | None) -> None:
 Task = TypeVar("Task", bound=SessionHolder | Reader)
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """A task that awaits one call; `allowed` are the errors that are documented for it."""
 

@@ -17,6 +17,7 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation, ReadableRequest
 from trioengine.actors.images import KeptImages as KeptImages
 from trioengine.actors.images import RequestImages as RequestImages
+from trioengine.actors.incarnation import LAST_FRAMES_TIMEOUT as LAST_FRAMES_TIMEOUT
 from trioengine.actors.link import Link as Link
 from trioengine.actors.payload import Payload as Payload
 from trioengine.actors.power import DO_NOT_WAKE as DO_NOT_WAKE
@@ -28,7 +29,7 @@ from trioengine.actors.session_actor import SessionActor as SessionActor
 from trioengine.actors.waiting_line import WaitingLine
 from trioengine.actors.waiting_line import waits_for as waits_for
 from trioengine.core.connection import Connection
-from trioengine.core.lifecycle import Phase, Power
+from trioengine.core.lifecycle import Phase, Power, PowerStage
 from trioengine.core.messages import AddMessage
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.worker.scheduling.images import Picture
@@ -88,6 +89,16 @@ def is_change_pending(engine: Engine) -> bool:
 def num_retired(engine: Engine) -> int:
     """Workers that were retired so that a fresh one takes their place."""
     return engine.runtime.supervisor.retired
+
+
+def is_finishing(engine: Engine) -> bool:
+    """Whether a sleep or an update lets the requests in flight finish."""
+    return engine.runtime.gate.stage in (PowerStage.FINISHING_TO_SLEEP, PowerStage.FINISHING_TO_UPDATE)
+
+
+def num_incarnations(engine: Engine) -> int:
+    """Workers that were started, or could not be."""
+    return engine.runtime.supervisor.incarnations
 
 
 def worker_connection(engine: Engine) -> Connection | None:
@@ -179,6 +190,18 @@ def is_in_flight(generation: Generation | Request) -> bool:
 def is_going(generation: Generation | Request) -> bool:
     """Whether the request is in flight and was not aborted."""
     return is_in_flight(generation) and session_of(generation).phase in GOING
+
+
+def is_undecided(generation: Generation | Request) -> bool:
+    """Whether an abort would end the request: it has no outcome, and was not aborted."""
+    return record(generation).outcome is None and (is_going(generation) or not is_in_flight(generation))
+
+
+def is_aborted(generation: Generation | Request) -> bool:
+    """Whether an abort, or the end of its session, has stopped the request, with or without an outcome."""
+    outcome = record(generation).outcome
+    is_stopping = is_in_flight(generation) and outcome is None and session_of(generation).phase in STOPPING
+    return is_stopping or (outcome is not None and outcome.cause is not None)
 
 
 def has_id(generation: Generation | Request) -> bool:

@@ -106,6 +106,7 @@ class PeersEnvironment(Environment, Generic[Client]):
             self._received = zlib.crc32(data, self._received)
 
     def _join(self, client: Client) -> None:
+        client.name = f"client {len(self.clients) + 1}"
         client.on_bytes.append(self._receive)
         if self.trace is not None:
             client.on_bytes.append(functools.partial(self.trace.bytes_arrived, len(self.clients) + 1))
