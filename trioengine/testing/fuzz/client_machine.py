@@ -20,6 +20,7 @@ from trioengine.testing.fuzz.client_oracles import (
     check_call,
     check_holder,
     check_left,
+    check_nothing_left,
     check_one_shot,
     check_prompt,
     check_reader,
@@ -388,6 +389,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
                 left = [peer for peer in caller.line.peers if not peer.is_over]
                 assert not left, f"it is over, and {len(left)} of its connections are open: {caller}"
         for holder in self.holders:
+            check_nothing_left(holder)
             self._check_state(holder)
 
     def _check_state(self, holder: RemoteHolder) -> None:

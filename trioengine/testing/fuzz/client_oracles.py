@@ -125,15 +125,21 @@ def check_holder(holder: RemoteHolder) -> None:
     assert session.end_cause is None or holder.gave_up, f"{session} has ended, and was not ended"
     if any(not reader.over or not _is_settled(reader) for reader in holder.readers):
         return
-    is_told = holder.line.is_well or session.end_cause is not None  # else the server may not have heard of a cancel
-    left = {name: count for name, count in inside_client.left_in(session).items() if count and is_told}
-    assert not left, f"all calls of {session} are over, and left are {left}"
     found = [(message["role"], message["content"]) for message in session.history]
     expected = [(role, chat_content(content)) for role, content in committed(holder)]
     may_differ = holder.overflow != "refuse" and (holder.line.is_harmed or session.end_cause is not None)
     if may_differ:  # the server did not get to report the turns that it dropped
         found = found[len(found) - len(expected) :]
     assert found == expected, f"the history is {found}, committed was {expected}"
+
+
+def check_nothing_left(holder: RemoteHolder) -> None:
+    """At rest, with a worker that is well: a session without calls has no request, if it was heard."""
+    if holder.session is None or holder.is_busy:
+        return
+    if holder.line.is_well or holder.session.end_cause is not None:
+        left = {name: count for name, count in inside_client.left_in(holder.session).items() if count}
+        assert not left, f"all calls of {holder.session} are over, and left are {left}"
 
 
 def _is_settled(reader: Reader) -> bool:
