@@ -21,6 +21,7 @@ logger = logging.getLogger("trioengine")
 LAST_FRAMES_TIMEOUT = 0.2  # seconds, from the worker's death
 TERMINATE_TIMEOUT = 1.0  # seconds from SIGTERM to SIGKILL, within the shutdown's deadline
 FORGET_AFTER = 300.0  # seconds of an incarnation's life, after which the deaths before it do not count
+STANDSTILL = 1.0  # seconds by which a timeout is noticed late: the process was stopped, so the worker was not heard
 Dispatch: TypeAlias = Callable[["Incarnation", Message], None]
 KILL_TIMEOUT = 1.0  # seconds from SIGKILL to giving it up, beyond that deadline; the kernel may delay a death
 
@@ -169,9 +170,7 @@ class Incarnation:
             count += 1
             self._pong, self._pinged = trio.Event(), trio.current_time()
             self.link.post(Ping(count))
-            with trio.move_on_after(self._config.unresponsive_timeout):
-                await self._pong.wait()
-            if not self._pong.is_set():
+            if not await self._is_answered(self._pong):
                 self.kill(f"no answer for {self._config.unresponsive_timeout:g} s")
                 return
             await trio.sleep(self._config.ping_interval)
@@ -179,6 +178,17 @@ class Incarnation:
                 doing = "loaded weights" if self.ready else "started"
                 self.kill(f"no progress for {self._config.startup_timeout:g} s while it {doing}")
                 return
+
+    async def _is_answered(self, pong: trio.Event) -> bool:
+        """Wait for an answer; the time in which this process itself was stopped does not count."""
+        while True:
+            with trio.move_on_after(self._config.unresponsive_timeout) as waiting:
+                await pong.wait()
+            late = trio.current_time() - waiting.deadline
+            if not waiting.cancelled_caught or late < STANDSTILL:
+                return pong.is_set()
+            logger.warning("the engine stood still for %.0f s", late)
+            self._pinged = trio.current_time()
 
     def on_pong(self, message: Pong) -> None:
         """PONG: the reply to the last PING, with the worker's activity."""
