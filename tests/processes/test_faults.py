@@ -1,20 +1,15 @@
 """`trioengine fuzz --target process`: a real server and its worker survive every fault, and a bug is found."""
 
 import os
-import signal
 import sys
-import threading
 
-import pytest
-import trio
 from helpers import faulty_serving
 
 from trioengine.cli.fuzz_process import with_model
-from trioengine.testing.target import relay
 from trioengine.testing.target.faults import FaultyRun
-from trioengine.testing.target.hunt import Hunt, program_of
+from trioengine.testing.target.hunt import Hunt
 from trioengine.testing.target.program import FAULTS, Step
-from trioengine.testing.target.server_process import LAUNCHER, command_line, started
+from trioengine.testing.target.server_process import command_line, started
 
 OPEN = ("open", {"client": 0, "stream": True, "max_tokens": 64, "words": 0, "golden": False})
 WHOLE = ("open", {"client": 1, "stream": False, "max_tokens": 8, "words": 30, "golden": False})

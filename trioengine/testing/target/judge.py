@@ -25,6 +25,8 @@ from trioengine.testing.target.wire import (
     answer_of,
 )
 
+FIRST_LOOK, LAST_LOOK = 0.03, 0.5  # seconds between two looks at the gauges, which grow
+
 
 @dataclass
 class Client:
@@ -104,15 +106,15 @@ class Judge(Exchange):
         """Wait until the gauges are at rest and all answers are counted."""
         patience = self.target.deadline - self.target.slack
         deadline = (yield Now()) + patience
-        last = yield from self.snapshot()
+        now, pause = (yield from self.snapshot()), FIRST_LOOK
         while True:
-            now = yield from self.snapshot()
+            yield Wait(pause)
+            last, now = now, (yield from self.snapshot())
             unrest = now.complaints(self.before, self.target.dialect) + self._moving(last, now)
             uncounted = self._uncounted(now)
             if not (unrest or uncounted) or (yield Now()) > deadline:
                 break
-            last = now
-            yield Wait(0.05)
+            pause = min(2 * pause, LAST_LOOK)
         self.evidence |= {"before": vars(self.before), "after": vars(now)}
         seconds = f"{patience:g} s after the last close"
         self.findings += [Finding("rest", f"{each}, {seconds}") for each in unrest]
