@@ -99,6 +99,25 @@ async def test_a_pause_of_the_engine_is_not_the_workers(autojump_clock):
         autojump_clock.autojump_threshold = 0
 
 
+async def test_a_pause_of_the_engine_is_not_a_slow_load(autojump_clock):
+    config, behaviours = EngineConfig(model="toy", startup_timeout=20), [Behaviour(), Behaviour(load_time=30)]
+    async with simulated_engine(config, behaviours=behaviours) as (engine, simulation):
+        simulation.worker.kill()
+        await trio.sleep(2.5 * config.ping_interval)
+        assert simulation.worker.is_alive and engine.statistics().incarnation == 2
+        autojump_clock.autojump_threshold = math.inf
+        simulation.worker.to_engine.by_hand = True
+        autojump_clock.jump(10 * config.startup_timeout)
+        await wait_all_tasks_blocked()
+        assert simulation.worker.is_alive
+        simulation.worker.deliver()
+        simulation.worker.to_engine.by_hand = False
+        autojump_clock.autojump_threshold = 0
+        await trio.sleep(60)
+        await engine.generate("one", GREEDY)
+        assert engine.statistics().incarnation == 2
+
+
 async def test_a_worker_that_speaks_nonsense_is_replaced(autojump_clock):
     async with simulated_engine(FAILING) as (engine, simulation):
         async with engine.open_session() as session, session.generate("one", LONG) as generation:

@@ -173,7 +173,10 @@ class Incarnation:
             if not await self._is_answered(self._pong):
                 self.kill(f"no answer for {self._config.unresponsive_timeout:g} s")
                 return
-            await trio.sleep(self._config.ping_interval)
+            awake = trio.current_time() + self._config.ping_interval
+            await trio.sleep_until(awake)
+            if _stood_still_since(awake):
+                self._last_progress = trio.current_time()
             if self._is_loading and trio.current_time() - self._last_progress > self._config.startup_timeout:
                 doing = "loaded weights" if self.ready else "started"
                 self.kill(f"no progress for {self._config.startup_timeout:g} s while it {doing}")
@@ -184,10 +187,8 @@ class Incarnation:
         while True:
             with trio.move_on_after(self._config.unresponsive_timeout) as waiting:
                 await pong.wait()
-            late = trio.current_time() - waiting.deadline
-            if not waiting.cancelled_caught or late < STANDSTILL:
+            if not waiting.cancelled_caught or not _stood_still_since(waiting.deadline):
                 return pong.is_set()
-            logger.warning("the engine stood still for %.0f s", late)
             self._pinged = trio.current_time()
 
     def on_pong(self, message: Pong) -> None:
@@ -201,6 +202,14 @@ class Incarnation:
         self._pinged = math.inf
         if self._pong is not None:
             self._pong.set()
+
+
+def _stood_still_since(deadline: float) -> bool:
+    """Return whether a task woke so late that this process must have been stopped; log it."""
+    late = trio.current_time() - deadline
+    if late >= STANDSTILL:
+        logger.warning("the engine stood still for %.0f s", late)
+    return late >= STANDSTILL
 
 
 def _signal_name(number: int) -> str:
