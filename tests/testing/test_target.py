@@ -222,3 +222,25 @@ def test_a_response_is_read_from_any_pieces():
         response.feed(data[at : at + 1])
     answer = answer_of(response)
     assert response.ended and answer.text == "a" and answer.finish_reason == "stop" and answer.done
+
+
+class SlowServer(FaultyServer):
+    """A server that takes 20 ms for each word of a prompt."""
+
+    async def generate(self, stream, prompt, limit, streamed):
+        await trio.sleep(0.02 * len(prompt.split()))
+        await super().generate(stream, prompt, limit, streamed)
+
+
+@pytest.mark.parametrize(
+    ("server", "words", "max_tokens"),
+    [(FaultyServer(), 200, 64), (FaultyServer(0.1), 200, 8), (SlowServer(), 30, 64)],
+)
+async def test_requests_to_a_slow_server_are_small(server, words, max_tokens, seeded, autojump_clock):
+    async with trio.open_nursery() as nursery:
+        target = await calibrated(MemoryDriver(server, nursery))
+        nursery.cancel_scope.cancel()
+    chooser = random.Random(1)
+    steps = [step for _ in range(200) for step in draw(chooser, ["open"], 12, target.most)]
+    assert max(step.args["words"] for step in steps) == words
+    assert max(step.args["max_tokens"] for step in steps) == max_tokens

@@ -44,6 +44,7 @@ class Target:
     call_deadline: float = 60.0  # seconds for an operator's call
     patience: float = 2.0  # seconds for a few chunks, which a request that waits for others does not get
     most: dict[str, int] = field(default_factory=dict)  # arguments of the steps, by name, that a slow server permits
+    slack: float = 0.0  # seconds of `deadline` in which a worker may start, which the return to rest does not need
     golden: Golden = field(default_factory=Golden)
     process: tuple[int, int] | None = None  # figures after the first programs
     headers: dict[str, str] = field(default_factory=dict, repr=False)

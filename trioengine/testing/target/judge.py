@@ -104,7 +104,8 @@ class Judge(Exchange):
 
     def _judge_rest(self) -> Action[None]:
         """Wait until the gauges are at rest and all answers are counted."""
-        deadline = (yield Now()) + self.target.deadline
+        patience = self.target.deadline - self.target.slack
+        deadline = (yield Now()) + patience
         now, pause = (yield from self.snapshot()), FIRST_LOOK
         while True:
             yield Wait(pause)
@@ -115,7 +116,7 @@ class Judge(Exchange):
                 break
             pause = min(2 * pause, LAST_LOOK)
         self.evidence |= {"before": vars(self.before), "after": vars(now)}
-        seconds = f"{self.target.deadline:g} s after the last close"
+        seconds = f"{patience:g} s after the last close"
         self.findings += [Finding("rest", f"{each}, {seconds}") for each in unrest]
         self.findings += [Finding("counters", each) for each in uncounted] + check_counters(self.before, now)
 

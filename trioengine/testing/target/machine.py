@@ -271,7 +271,7 @@ class Run(Judge):
                 value = json_of(page.body.decode("utf-8", "replace"))
                 self.findings += check_state(path.strip("/"), page.status, value, self.power is state)
 
-    # ---- the e ----------------------------------------------------------------------------------------------------
+    # ---- the end ----------------------------------------------------------------------------------------------------
 
     def _restore(self) -> Action[None]:
         while self.power in RESTORE:
