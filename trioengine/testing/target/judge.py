@@ -84,7 +84,7 @@ class Judge(Exchange):
         yield from self._judge_books()
         figures = yield Figures()
         self.evidence["process"] = figures
-        self.findings += check_process(target.process, figures)
+        self.findings += check_process(target.process, figures, target.dialect.memory_may)
 
     def golden(self, tokens: int) -> Action[Response]:
         """Ask the golden prompt; a server that refuses because it is busy is asked again."""
