@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import trio
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
 from trioengine.actors.observer import Observer, Slot
 from trioengine.actors.power_change import PowerState
 from trioengine.core.errors import EngineAsleep, TransitionFailed
-from trioengine.core.lifecycle import Power
+from trioengine.core.lifecycle import Power, PowerEvent, PowerStage
 from trioengine.core.power import ALL_TAGS, Tag, TagName
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz import inside
@@ -65,6 +67,7 @@ class Changes(Observer):
         self._expected: tuple[str, tuple[Any, ...], float | None] | None = None  # until the end of the step
         self._discarded = False
         self._awaits_update = False
+        self.sleep_began = math.inf  # the latest one that lets requests finish
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
@@ -81,6 +84,10 @@ class Changes(Observer):
         name, arguments, timeout = self._expected
         self._expected = None
         self.requested.append(Change(name, arguments, name in CLOSING, change, Life(self._faults), timeout))
+
+    def power_moved(self, stage: PowerStage, event: PowerEvent) -> None:
+        if event is PowerEvent.SLEEP:
+            self.sleep_began = trio.current_time()
 
     @property
     def may_be_closed(self) -> bool:
@@ -259,6 +266,13 @@ class PowerMachine(EngineMachine):
         if changes.asleep or changes.running or any(call.name in CHANGES for call in self.running_calls):
             self.faults.begin(Harm.SHUTDOWN)
         super()._begin_drain(drain, timeout)
+
+    def _check_blocked(self) -> None:
+        super()._check_blocked()
+        running = self.changes.running
+        if running and running[0].name == "sleep" and inside.is_finishing(self.engine):
+            seconds, timeout = trio.current_time() - self.changes.sleep_began, running[0].timeout
+            assert timeout is None or seconds < timeout, f"requests may finish for {timeout} s, and do for {seconds:g} s"
 
     def _waits(self) -> Iterator[Wait]:
         yield from super()._waits()

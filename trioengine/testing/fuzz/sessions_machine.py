@@ -43,6 +43,7 @@ from trioengine.testing.fuzz.conversations import (
 )
 from trioengine.testing.fuzz.environment import PicturesEnvironment
 from trioengine.testing.fuzz.faults import Harm, Life
+from trioengine.testing.fuzz.leftovers import check_idle_session
 from trioengine.testing.fuzz.oracles import (
     check_aborted,
     check_deadline,
@@ -358,6 +359,9 @@ class SessionsMachine(CallsMachine):
         if self.is_well:
             sessions = [holder.session for holder in self.holders if holder.session is not None]
             check_worker(self.engine, self._worker(), sessions)
+            for holder in self.holders:
+                if holder.session is not None and not holder.is_busy:
+                    check_idle_session(self.engine, inside.actor(holder.session))
             self.usages.check_totals(self.engine, self._worker())
             self._check_stuck()
             if self.engine.state in NOT_ASLEEP:
