@@ -80,16 +80,7 @@ class SessionHolder:
             self.deadline = trio.current_time() + self.timeout
         try:
             with self.scope:
-                opening = self.engine.open_session(
-                    wait=self.wait, timeout=self.timeout, overflow=self.overflow, history=self.messages
-                )
-                async with opening as session:
-                    self.session = session
-                    try:
-                        await self.leave.wait()
-                    finally:
-                        self.left = True
-                await session.ended()
+                await self._hold()
         except (EngineOverloaded, EngineAsleep, EngineClosed, TimedOut) as exc:
             assert self.session is None, "only entering is refused"
             check_not_admitted(exc, self.engine, wait=self.wait, deadline=self.deadline)
@@ -100,6 +91,18 @@ class SessionHolder:
         finally:
             self.over = True
             self.life.end()
+
+    async def _hold(self) -> None:
+        opening = self.engine.open_session(
+            wait=self.wait, timeout=self.timeout, overflow=self.overflow, history=self.messages
+        )
+        async with opening as session:
+            self.session = session
+            try:
+                await self.leave.wait()
+            finally:
+                self.left = True
+        await session.ended()
 
     def end(self) -> None:
         """End the session, if it was opened."""
@@ -182,16 +185,20 @@ class Reader:
                 assert inside.is_settled(generation) or not in_time, "leaving waits until the worker has let go"
         except EngineError as exc:
             self.error = exc
-            check_refused(exc, self.holder.engine, FOR_A_REQUEST, wait=self.wait, deadline=self.deadline)
             if isinstance(exc, TimedOut):
                 check_timed_out(exc, self.generation)
-            if not self.entered:
-                check_dropped(exc, session)
+            self._judge(exc, session)
         except (Oops, PreparationFailed):
             pass
         finally:
             self.over = True
             self.life.end()
+
+    def _judge(self, error: EngineError, session: Session) -> None:
+        """Check an error in the step in which it is raised."""
+        check_refused(error, self.holder.engine, FOR_A_REQUEST, wait=self.wait, deadline=self.deadline)
+        if not self.entered:
+            check_dropped(error, session)
 
     async def _read(self, generation: Generation) -> None:
         if self.style is Style.STALLED:
@@ -262,7 +269,7 @@ def check_timed_out(error: TimedOut, generation: Generation | None) -> None:
     )
 
 
-Task = TypeVar("Task", SessionHolder, Reader)
+Task = TypeVar("Task", bound=SessionHolder | Reader)
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ import trio
 
 from trioengine.actors import audit
 from trioengine.actors.engine import Engine
-from trioengine.actors.generation import Generation
+from trioengine.actors.generation import Generation, ReadableRequest
 from trioengine.actors.images import KeptImages as KeptImages
 from trioengine.actors.images import RequestImages as RequestImages
 from trioengine.actors.incarnation import LAST_FRAMES_TIMEOUT as LAST_FRAMES_TIMEOUT
@@ -155,6 +155,11 @@ def record(generation: Generation | Request) -> Request:
     return generation._state
 
 
+def _readable(generation: Generation | Request) -> ReadableRequest:
+    """The record behind a request's handle, of an engine or of a client."""
+    return generation._state if isinstance(generation, Generation) else generation
+
+
 def phase(session: Session | SessionActor) -> Phase:
     """The session's phase in the lifecycle table."""
     return actor(session).phase
@@ -206,12 +211,12 @@ def has_id(generation: Generation | Request) -> bool:
 
 def is_settled(generation: Generation | Request) -> bool:
     """Whether the worker has finished with the request and its slot is free."""
-    return record(generation).settled.is_set()
+    return _readable(generation).settled.is_set()
 
 
 def is_timed_out(generation: Generation | Request) -> bool:
     """Whether the request's timeout has ended it."""
-    return record(generation).is_timed_out
+    return _readable(generation).is_timed_out
 
 
 def num_tokens(generation: Generation | Request) -> int:

@@ -204,10 +204,12 @@ def check_served(
 ) -> None:
     """Nothing moves, the worker is well, and the engine does not sleep: only a session that finds no slot waits.
 
-    A one-shot call waits for one, too. A reader that reads nothing has its answer.
+    So does a one-shot call. A reader that reads nothing has its answer.
     """
     taken = sum(holder.session is not None and not holder.over for holder in holders)
-    waiting: list[object] = [reader for reader in readers if not reader.over and not (reader.entered and reader.is_stalled)]
+    waiting: list[object] = [
+        reader for reader in readers if not reader.over and not (reader.entered and reader.is_stalled)
+    ]
     is_full = taken >= max_sessions
     waiting += [call.name for call in calls if not call.over and not (is_full and call.name in ONE_SHOTS)]
     waiting += [holder for holder in holders if holder.waits and not is_full]

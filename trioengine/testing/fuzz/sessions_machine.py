@@ -141,8 +141,8 @@ class CallsMachine(PicturesEnvironment):
         self._learn()
         self.usages.check(completion, len(expected.token_ids))
         is_late = trio.current_time() >= deadline
-        causes = self.faults.causes(life) | ({Cause.TIMEOUT} if is_late else set())
-        causes = self.requests.causes_of(self.requests.latest_of(trio.lowlevel.current_task()), causes)
+        possible = self.faults.causes(life) | ({Cause.TIMEOUT} if is_late else set())
+        causes = self.requests.causes_of(self.requests.latest_of(trio.lowlevel.current_task()), possible)
         ids, images = expected
         check_answer(completion, ids, params, LIMITS.max_model_len, causes, self.faults.paths, images)
 
@@ -369,9 +369,9 @@ class SessionsMachine(CallsMachine):
 
     def _check_usage(self, reader: Reader) -> None:
         generation = reader.generation
-        if reader.entered and generation is not None and generation.outcome is not None:
-            if generation.outcome.finish_reason is not FinishReason.ERROR:
-                self.usages.check(generation.completion, num_prompt_tokens(reader))
+        outcome = generation and generation.outcome
+        if reader.entered and generation and outcome and outcome.finish_reason is not FinishReason.ERROR:
+            self.usages.check(generation.completion, num_prompt_tokens(reader))
 
     def _finish(self) -> None:
         super()._finish()

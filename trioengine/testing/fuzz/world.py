@@ -79,8 +79,11 @@ MORE_VARIANTS = (  # of the machines whose callers use an engine directly
     *VARIANTS,
     Variant(
         {
-            **{"max_num_seqs": 3, "max_num_queued_reqs": 1, "max_sessions": 6},
-            **{"max_restarts": 2, "restart_delays": (0.5, 2.0)},
+            "max_num_seqs": 3,
+            "max_num_queued_reqs": 1,
+            "max_sessions": 6,
+            "max_restarts": 2,
+            "restart_delays": (0.5, 2.0),
         },
         {"kv_blocks_total": 32, "block_size": 3, "max_num_batched_tokens": 7, "chunked_prefill_size": 5},
     ),
