@@ -213,7 +213,9 @@ class World(Machine):
                 return
         raise AssertionError(f"no rest after {ROUNDS} rounds:\n{self.loop.stacks()}")
 
-    def _run_out(self, done: Callable[[], bool], complaint: str, names: Container[str] | None = None) -> None:
+    def _run_out(
+        self, done: Callable[[], bool], complaint: str | Callable[[], str], names: Container[str] | None = None
+    ) -> None:
         """Settle, and let the clock jump from deadline to deadline, until it is done or the horizon is reached.
 
         The complaint shows where the tasks with these names wait, or all tasks.
@@ -225,7 +227,9 @@ class World(Machine):
             if self.worker is not None and self.worker.seconds_to_recover > 0.0:
                 step = min(step, self.worker.seconds_to_recover)
             self._raise_crash()
-            assert math.isfinite(step) and passed < self.horizon, f"{complaint}:\n{self.loop.stacks(names)}"
+            if math.isinf(step) or passed >= self.horizon:
+                problem = complaint if isinstance(complaint, str) else complaint()
+                raise AssertionError(f"{problem}:\n{self.loop.stacks(names)}")
             self._check_bounds(step)
             self.loop.clock.jump(max(step, 0.0))
             passed += step
