@@ -45,7 +45,7 @@ from trioengine.testing.fuzz.client_oracles import (
     reader_holder,
     waits_of_readers,
 )
-from trioengine.testing.fuzz.conversations import FILES, Turn, content_of, messages_of
+from trioengine.testing.fuzz.conversations import FILES, LONG, Turn, content_of, messages_of
 from trioengine.testing.fuzz.environment import Switch
 from trioengine.testing.fuzz.faults import Harm, Life
 from trioengine.testing.fuzz.oracles import check_worker
@@ -65,6 +65,7 @@ HISTORIES: tuple[tuple[Turn, ...], ...] = (
     (),
     (("user", "a"), ("assistant", "b")),
     tuple(("user" if number % 2 == 0 else "assistant", "a") for number in range(70)),  # too many to be sent at once
+    LONG,
 )
 UNPINGED, UNANSWERED = 19.0, 9.0  # seconds without bytes in which a connection, and a handshake, is not lost
 SQUEEZED = 3_000  # bytes, with which a conversation grows no more
@@ -95,8 +96,9 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         ready=st.sampled_from((True, True, True, False)),
         sessions=st.sampled_from((1, 1, 2)),
         turns=st.sampled_from((0, 0, 1)),
+        history=st.sampled_from((0, 0, 3)),
     )
-    def begin(self, ready: bool, sessions: int, turns: int) -> None:
+    def begin(self, ready: bool, sessions: int, turns: int, history: int) -> None:
         """Mostly from a server that is ready, with sessions that have talked."""
         if ready:
             self._settle()
@@ -104,7 +106,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
             self.faults.begin(Harm.WORKERS)
         self._begin_user()
         for _ in range(sessions):
-            self._open(True, None, ())
+            self._open(True, None, HISTORIES[history])
         if ready:
             self._settle()
         for session in range(sessions if ready and turns else 0):
@@ -114,7 +116,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
     # ---- programs -------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.num_callers < MOST)
-    @recorded(wait=WAIT, timeout=TIMEOUT, history=st.sampled_from((0, 0, 1, 2)))
+    @recorded(wait=WAIT, timeout=TIMEOUT, history=st.sampled_from((0, 0, 1, 2, 3)))
     def open(self, wait: bool | None, timeout: float | None, history: int) -> None:
         """A session; of a user of its own if there is none."""
         self._begin_user()
@@ -198,7 +200,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
                 holder.end()
 
     @precondition(lambda self: self.open_holders)
-    @recorded(which=WHICH, turns=st.integers(0, 1))
+    @recorded(which=WHICH, turns=st.sampled_from((0, 1, 3)))
     def replace_history(self, which: int, turns: int) -> None:
         """Refused while the session has a request without an outcome."""
         holder = pick(self.open_holders, which)

@@ -98,6 +98,12 @@ Content: TypeAlias = str | Shown
 Turn: TypeAlias = tuple[str, Content]  # role and content
 
 
+LONG: tuple[Turn, ...] = (  # two turns that leave room in the context for a short answer to a short prompt
+    *(("user", "to be or not"), ("assistant", "that")),
+    *(("user", "is"), ("assistant", "so")),
+)
+
+
 def content_of(media: str, text: str) -> Content:
     """A message's content with these pictures, named one after the other."""
     return Shown(tuple(media.split()), text) if media else text
@@ -330,11 +336,12 @@ def check_logprobs(completion: Completion, params: SamplingParams) -> None:
     assert found == due, f"the logprobs of {completion.token_ids} are {found}, the model's are {due}"
 
 
-class Answer:
+class Answer(NamedTuple):
     """The model's answer."""
 
-    def __init__(self, token_ids: tuple[int, ...], text: str, finish_reason: FinishReason) -> None:
-        self.token_ids, self.text, self.finish_reason = token_ids, text, finish_reason
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
 
 
 def check_mixed(

@@ -13,6 +13,7 @@ from trioengine.core.types import Cause
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import UNPREPARED, Reader, SessionHolder, Style, latest_first
 from trioengine.testing.fuzz.conversations import (
+    LONG,
     MEDIA,
     Turn,
     content_of,
@@ -33,6 +34,7 @@ CROWD = ("two one", "one one", "dot")
 HISTORIES: tuple[tuple[Turn, ...], ...] = (
     (),
     (("user", "a"), ("assistant", "b")),
+    LONG,
     (("user", content_of("two", "a")), ("assistant", "b")),
 )
 
@@ -75,9 +77,11 @@ class EngineMachine(SessionsMachine):
 
     # ---- programs that use the engine -----------------------------------------------------------------------------
 
-    @recorded(wait=st.booleans())
-    def open(self, wait: bool) -> None:
-        self._open(wait)
+    @recorded(wait=st.booleans(), is_long=st.booleans())
+    def open(self, wait: bool, is_long: bool) -> None:
+        """A session; some begin with a conversation that soon outgrows the context."""
+        history = LONG if is_long else ()
+        self._open(wait, None, history, messages_of(history))
 
     @recorded(timeout=st.sampled_from((None, 0.5)))
     def open_by_default(self, timeout: float | None) -> None:
@@ -267,7 +271,7 @@ class EngineMachine(SessionsMachine):
         holder.end()
 
     @precondition(lambda self: self.open_holders)
-    @recorded(which=WHICH, turns=st.integers(0, 2))
+    @recorded(which=WHICH, turns=st.sampled_from((0, 1, 2, 2, 3)))
     def replace_history(self, which: int, turns: int) -> None:
         """Refused while the session has a request without an outcome."""
         holder = pick(self.open_holders, which)

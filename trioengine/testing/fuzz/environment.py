@@ -86,6 +86,7 @@ class Environment(World):
         if self._is_sleep_over:
             self.faults.end(Harm.SLEEP)
             self.faults.end(Harm.SLEEPS_ABORT)
+            self.faults.end(Harm.SLEEP_EMPTIES_LINES)
 
     @property
     def _is_sleep_over(self) -> bool:

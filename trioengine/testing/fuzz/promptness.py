@@ -35,13 +35,16 @@ class Bounds:
         """Time has passed, and the world was not attended."""
         self._since.clear()
 
-    def check(self, now: float, waits: Iterable[Wait]) -> None:
-        """Nothing can run, and no byte is on its way: raise AssertionError if one of the waits is too long."""
+    def check(self, now: float, seconds: float, waits: Iterable[Wait]) -> None:
+        """Nothing can run or move for so many seconds: raise AssertionError if that is too long for one of the waits.
+
+        It is checked beforehand, because a wait that ends too late is over afterwards.
+        """
         before, self._since = self._since, {}
         for wait in waits:
             began = self._since[wait.key] = before.get(wait.key, now)
-            took = now - began
-            assert took <= wait.seconds + ROUNDING, f"{wait.name} for {took:g} s, and must not for {wait.seconds:g} s"
+            takes = now + seconds - began
+            assert takes <= wait.seconds + ROUNDING, f"{wait.name} for {takes:g} s, and must not for {wait.seconds:g} s"
 
 
 def waits_of(engine: Engine, worker: SimulatedWorker | None, *, is_closing: bool, is_over: bool) -> Iterator[Wait]:
