@@ -1,7 +1,7 @@
 """Bounds in simulated time, in seconds, of everything that the documentation promises to end.
 
 Time counts while the world is attended: each byte has moved, each task has run, and the clock stops at each deadline. A
-jump over deadlines, or with bytes on their way, delays things that the engine cannot hurry, so the counting begins anew.
+jump over deadlines, or with bytes on their way, delays things that the engine cannot hurry: counting begins anew.
 """
 
 from __future__ import annotations
