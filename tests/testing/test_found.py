@@ -148,10 +148,10 @@ SECONDS = (*[0.2] * 15, 1.0, *[0.2] * 6, 1.0, *[0.2] * 4, 1.0, *[0.2] * 5, 1.0)
 FOUND_IN_HTTP = {
     "the end of a stream waits for room, for ever": [
         ("begin", {"ready": True, "clients": 1}),
-        *[("connect", {})] * 2,
+        *[("connect", {"key": 0})] * 2,
         ("settle", {}),
         ("go", {"which": 0, "how": "close"}),
-        ("ask", {"which": 0, "prompt": "a", "max_tokens": 3, "streams": True, "rounds": 20}),
+        ("ask", {"which": 0, "prompt": "a", "max_tokens": 3, "streams": True, "how": "whole", "rounds": 20}),
         ("advance", {"seconds": 0.2}),
         ("go", {"which": 0, "how": "vanish"}),
     ],
