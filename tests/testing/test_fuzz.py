@@ -19,8 +19,8 @@ from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
 RUNS = {  # seed and programs: those that reach what can be reached soonest
     "EngineMachine": (2, 700),
     "PowerMachine": (4, 1200),
-    "RealtimeMachine": (3, 600),
-    "HttpMachine": (0, 300),
+    "RealtimeMachine": (6, 900),
+    "HttpMachine": (2, 300),
     "ClientMachine": (0, 450),
 }
 PROGRAMS_A_MUTANT = 3000
