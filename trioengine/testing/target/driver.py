@@ -102,6 +102,10 @@ class TrioDriver:
             raise
         return Socket(opened)
 
+    def figures(self) -> tuple[int, int] | None:
+        """Return the RSS of the server's process in bytes and its open descriptors, None if they cannot be read."""
+        return figures_of(self._pid)
+
     def _close_all(self) -> None:
         for number in list(self._connections):
             self._leave(number, Close.RST)
@@ -125,7 +129,7 @@ class TrioDriver:
             case Signal(name, process):
                 return self._signal(name, process)
             case Figures():
-                return figures_of(self._pid)
+                return self.figures()
         return None
 
     async def _connect(self, client: int) -> bool:

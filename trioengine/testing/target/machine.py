@@ -297,7 +297,7 @@ class Run(Judge):
     def _check_state(self) -> Action[None]:
         dialect = self.target.dialect
         for path, state in ((dialect.is_sleeping, Power.ASLEEP), (dialect.is_paused, Power.PAUSED)):
-            if path:
+            if path and (self.power, path) not in dialect.state_may:
                 page = yield from self.fetch("GET", path, None, self.target.deadline)
                 value = json_of(page.body.decode("utf-8", "replace"))
                 self.findings += check_state(path.strip("/"), page.status, value, self.power is state)
