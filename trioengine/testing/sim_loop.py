@@ -41,6 +41,10 @@ class Livelock(AssertionError):
     """Tasks go on and on, and nothing from outside makes them."""
 
 
+class NotSimulated(RuntimeError):
+    """A program does something that a simulation cannot do in its one thread; neither the program nor it is wrong."""
+
+
 class SimulatedClock(trio.abc.Clock):
     """A clock that starts at 0 and moves by `jump` alone."""
 
@@ -238,7 +242,7 @@ class _Thread:
 
 
 def _refuse_call_from_thread(*_: object) -> NoReturn:
-    raise RuntimeError("trio.from_thread cannot call into trio here: threads are simulated, in the thread of the loop")
+    raise NotSimulated("trio.from_thread cannot call into trio here: threads are simulated, in the thread of the loop")
 
 
 class _Order:
@@ -274,12 +278,12 @@ def _with_those_below(tasks: Iterable[trio.lowlevel.Task]) -> list[trio.lowlevel
 
 
 def _stack(task: trio.lowlevel.Task) -> str:
-    frames = traceback.StackSummary.extract(_frames(task.coro))
+    frames = traceback.StackSummary.extract(await_frames(task.coro))
     ours = [frame for frame in frames if not frame.filename.startswith(_TRIO)]
     return "".join(traceback.format_list(ours))
 
 
-def _frames(awaited: Any) -> Iterator[tuple[FrameType, int]]:
+def await_frames(awaited: Any) -> Iterator[tuple[FrameType, int]]:
     """The frames of a coroutine and of all that it awaits; `Task.iter_await_frames` ends at a whole answer's `Call`."""
     while awaited is not None:
         for kind, awaits in (("cr", "await"), ("gi", "yieldfrom"), ("ag", "await")):
