@@ -20,7 +20,7 @@ from helpers.image_sessions import (
 from helpers.pictures import png
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineOverloaded, RequestRejected, TimedOut
+from trioengine import EngineOverloaded, RequestRejected, SessionBusy, TimedOut
 from trioengine.core.types import Cause
 from trioengine.testing import simulated_engine
 
@@ -208,6 +208,21 @@ async def test_the_bytes_are_gone_while_the_answer_is_streamed(autojump_clock):
                 nursery.cancel_scope.cancel()
 
 
+async def test_the_bytes_of_a_refused_request_are_gone(autojump_clock):
+    """Its Generation, which the caller may keep, does not keep them."""
+    async with engine_for_images() as (engine, _), engine.open_session() as session:
+        async with session.generate("What?", LONG):
+            media = [Buffer(png(20, 20))]
+            reference = weakref.ref(media[0])
+            refused = session.generate("What?", LONG, media=media)
+            del media
+            with pytest.raises(SessionBusy):
+                await refused.__aenter__()
+            gc.collect()
+            assert reference() is None
+            assert "refused" in repr(refused)
+
+
 # ---- images that are kept for later requests ------------------------------------------------------------------------
 
 
@@ -257,6 +272,6 @@ async def test_a_kept_image_may_be_dropped(autojump_clock):
 
 async def test_whether_a_model_takes_images(autojump_clock):
     async with engine_for_images() as (engine, _):
-        assert engine.takes_images
+        assert engine.runtime.takes_images
     async with simulated_engine() as (engine, _):
-        assert not engine.takes_images
+        assert not engine.runtime.takes_images

@@ -102,7 +102,7 @@ def test_valid_fields_are_replaced_without_another_validation():
     params = SamplingParams(temperature=0.5, stop="x")
     assert replace_valid(params, max_tokens=3, stop=()) == SamplingParams(temperature=0.5, max_tokens=3)
     assert params == SamplingParams(temperature=0.5, stop=("x",))
-    with pytest.raises(TypeError, match="'temprature'"):
+    with pytest.raises(AttributeError, match="'temprature'"):
         replace_valid(params, temprature=1.0)
 
 

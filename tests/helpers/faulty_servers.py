@@ -1,6 +1,6 @@
 """Servers with OpenAI's API and one published bug each, for the fuzzer by URL: tiny, in process, on trio.
 
-`FaultyServer` alone has no bug: it answers each prompt with words that depend on the prompt alone, one every `PAUSE`
+`FaultyServer` alone has no bug: it answers each prompt with words that depend on the prompt alone, one every `pause`
 seconds, for `SLOTS` requests at a time; the others wait. A subclass plants a bug.
 """
 
@@ -20,7 +20,8 @@ MARKER = re.compile(r"Repeat: (\w+)$")
 class FaultyServer:
     """A server without a bug, in sglang's dialect, which has aborts by id and updates."""
 
-    def __init__(self):
+    def __init__(self, pause=PAUSE):
+        self.pause = pause
         self.running = self.waiting = self.tokens = self.finished = 0
         self.free = trio.Semaphore(SLOTS)
         self.scopes = {}  # by request id: those of requests that run or wait
@@ -144,7 +145,7 @@ class FaultyServer:
         if streamed:
             await stream.send_all(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
         for word in words:
-            await trio.sleep(PAUSE)
+            await trio.sleep(self.pause)
             self.tokens += 1
             if streamed:
                 await self.event(stream, {"choices": [{"delta": {"content": word + " "}}]})

@@ -45,7 +45,7 @@ class RecordingRunner(ToyRunner):
     """Keeps what each step did: (request, tokens) of its sequences, and the numbers of the tiles that it encoded."""
 
     def __init__(self, limits: Limits) -> None:
-        super().__init__(limits.block_size, limits.tile)
+        super().__init__(limits)
         self.steps: list[tuple[list[tuple[int, int]], list[int]]] = []
 
     def execute(self, output: SchedulerOutput) -> list[Sampled]:

@@ -24,7 +24,7 @@ def make(**changes: int) -> tuple[Scheduler, ToyRunner]:
         "max_num_batched_tokens": 16,
     }
     limits = Limits(**(values | changes))
-    return Scheduler(limits), ToyRunner(limits.block_size)
+    return Scheduler(limits), ToyRunner(limits)
 
 
 def params(max_tokens: int, **changes: object) -> SamplingParams:

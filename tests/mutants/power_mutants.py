@@ -103,9 +103,9 @@ _LATEST: WeakKeyDictionary[SessionActor, Request] = WeakKeyDictionary()
 
 
 def _note_the_latest(admit: Any) -> Any:
-    async def mutant(runtime: Runtime, session: SessionActor, request: Request) -> None:
+    async def mutant(runtime: Runtime, session: SessionActor, request: Request, *prompt: object) -> None:
         _LATEST[session] = request
-        await admit(runtime, session, request)
+        await admit(runtime, session, request, *prompt)
 
     return mutant
 

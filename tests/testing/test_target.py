@@ -3,11 +3,13 @@
 import json
 import random
 import sys
+from functools import partial
 from xml.etree import ElementTree
 
 import pytest
 import trio
 from helpers.faulty_servers import (
+    PAUSE,
     AbortByPrefix,
     AbortHitsAnother,
     AnotherConversation,
@@ -22,6 +24,9 @@ from helpers.faulty_servers import (
     StateStuck,
     StuckAfterAborts,
 )
+from helpers.memory_driver import MemoryDriver
+from trio._core import _run
+from trio.testing import MockClock
 
 from trioengine.testing.target.artifacts import curl_lines, page, schedule_svg, script
 from trioengine.testing.target.calibrate import calibrate, detect
@@ -31,43 +36,47 @@ from trioengine.testing.target.exchange import Event, Target
 from trioengine.testing.target.hunt import Found, Hunt, program_of
 from trioengine.testing.target.oracles import Finding
 from trioengine.testing.target.program import RULES, Step, draw, step_from
-from trioengine.testing.target.wire import Response, answer_of
-
-DEADLINE = 0.2  # seconds; the fakes answer in milliseconds
-
-
-class Served:
-    """A fake that can be replaced by a new one, at the same address for its clients."""
-
-    def __init__(self, kind, nursery):
-        self.kind, self.nursery = kind, nursery
-
-    async def start(self, deadline):
-        self.server = await self.nursery.start(self.kind().serve)
-        self.driver = TrioDriver("127.0.0.1", self.server.port)
-        target = Target(f"127.0.0.1:{self.server.port}", "", OPENAI)
-        target.dialect = await self.driver.run(detect(target))
-        self.target = await self.driver.run(calibrate(target))
-        self.target.deadline = self.target.call_deadline = deadline
-        return self
-
-    async def fresh(self):
-        """Replace the server, as a restart does."""
-        server = await self.nursery.start(self.kind().serve)
-        self.port = server.port
-        self.driver._address = ("127.0.0.1", server.port)
+from trioengine.testing.target.wire import (
+    Close,
+    Connect,
+    End,
+    Leave,
+    Receive,
+    Response,
+    Send,
+    answer_of,
+)
 
 
-async def searched(kind, programs, deadline=DEADLINE, seed=1):
+@pytest.fixture
+def seeded(monkeypatch):
+    """Draw trio's order of tasks from a seed, so that each run of a test is the same."""
+    monkeypatch.setattr(_run, "_r", random.Random(1))
+
+
+async def calibrated(driver):
+    target = Target("memory:80", "", OPENAI)
+    target.dialect = await driver.run(detect(target))
+    return await driver.run(calibrate(target))
+
+
+async def hunting(kind, nursery, seed=0):
+    """Return a hunt on a fake; before each replay another one takes its place, as after a restart."""
+    driver = MemoryDriver(kind(), nursery)
+
+    async def fresh():
+        driver.server = kind()
+
+    return Hunt(driver, await calibrated(driver), seed=seed, fresh=fresh, longest=6)
+
+
+async def searched(kind, programs, seed=1):
     async with trio.open_nursery() as nursery:
-        served = await Served(kind, nursery).start(deadline)
-        hunt = Hunt(served.driver, served.target, seed=seed, fresh=served.fresh, longest=6)
-        for _ in range(programs):
-            outcome = await hunt.search(programs=hunt.outcome.programs + 1)
-            if outcome.found:
-                break
+        hunt = await hunting(kind, nursery, seed)
+        while hunt.outcome.programs < programs and not hunt.outcome.found:
+            await hunt.search(programs=hunt.outcome.programs + 1)
         nursery.cancel_scope.cancel()
-    return outcome
+    return hunt
 
 
 BUGS = {  # the oracles that may find it, and a seed with which that is soon
@@ -85,66 +94,100 @@ BUGS = {  # the oracles that may find it, and a seed with which that is soon
 
 
 @pytest.mark.parametrize("kind", BUGS, ids=lambda kind: kind.__name__)
-async def test_a_published_bug_is_found_again(kind):
+async def test_a_published_bug_is_found_again(kind, seeded, autojump_clock):
     oracles, seed = BUGS[kind]
-    outcome = await searched(kind, 300, seed=seed)
-    (found,) = outcome.found
+    (found,) = (await searched(kind, 300, seed=seed)).outcome.found
     assert found.finding.oracle in oracles, found.finding
     assert found.failed >= 4 and found.replays == 5
     assert len(found.steps) <= 5, found.steps
 
 
 @pytest.mark.parametrize("kind", [FaultyServer, Sleeper])
-async def test_a_server_without_a_bug_has_no_finding(kind):
-    outcome = await searched(kind, 25, deadline=10.0)
-    assert outcome.found == [] and outcome.programs == 25
+async def test_a_server_without_a_bug_has_no_finding(kind, seeded, autojump_clock):
+    outcome = (await searched(kind, 50)).outcome
+    assert outcome.found == [] and outcome.programs == 50
 
 
-async def test_a_queued_client_that_leaves_aborts_another():
+async def test_a_queued_client_that_leaves_aborts_another(seeded, autojump_clock):
     opened = Step("open", {"client": 1, "stream": True, "max_tokens": 64, "words": 0, "golden": False})
     burst = Step("burst", {"count": 8, "chunks": 0, "how": "fin", "words": 0})
     async with trio.open_nursery() as nursery:
-        served = await Served(AbortHitsAnother, nursery).start(DEADLINE)
-        run, finding = await Hunt(served.driver, served.target).run([opened, burst])
+        run, finding = await (await hunting(AbortHitsAnother, nursery)).run([opened, burst])
         nursery.cancel_scope.cancel()
     assert finding is not None and finding.oracle == "whole" and "client 1" in finding.message
     assert any(event.text == "closes (fin)" for event in run.log)
 
 
-@pytest.mark.parametrize("kind", [LeakAfterDisconnect, StaleCache])
-async def test_the_script_reproduces_the_finding(kind, tmp_path):
+async def run_script(path, server):
+    """Run a finding's script on a fake that listens on loopback."""
     async with trio.open_nursery() as nursery:
-        served = await Served(kind, nursery).start(DEADLINE)
-        hunt = Hunt(served.driver, served.target, seed=BUGS[kind][1], fresh=served.fresh, longest=6)
-        while not hunt.outcome.found:
-            await hunt.search(programs=hunt.outcome.programs + 1)
-        (path := tmp_path / "finding.py").write_text(script(hunt.outcome.found[0], served.target))
-        for _ in range(5):
-            await served.fresh()
-            command = [sys.executable, "-I", "-S", str(path), f"127.0.0.1:{served.port}"]
-            done = await trio.run_process(command, check=False, capture_stdout=True, capture_stderr=True)
-            assert done.returncode == 1 and b"not reproduced" not in done.stdout, (done.stdout, done.stderr)
-        healthy = await nursery.start(FaultyServer().serve)
-        command[-1] = f"127.0.0.1:{healthy.port}"
-        done = await trio.run_process(command, check=False, capture_stdout=True)
-        assert done.returncode == 0 and b"not reproduced" in done.stdout
+        await nursery.start(server.serve)
+        command = [sys.executable, "-I", "-S", str(path), f"127.0.0.1:{server.port}"]
+        done = await trio.run_process(command, check=False, capture_stdout=True, capture_stderr=True)
+        nursery.cancel_scope.cancel()
+    return done
+
+
+SLOW = 0.1  # seconds for a token: the client leaves in the middle of an answer
+
+
+@pytest.mark.parametrize(("kind", "times", "pause"), [(LeakAfterDisconnect, 1, SLOW), (StaleCache, 5, PAUSE)])
+def test_the_script_reproduces_the_finding(kind, times, pause, seeded, tmp_path):
+    hunt = trio.run(searched, kind, 300, BUGS[kind][1], clock=MockClock(autojump_threshold=0))
+    (path := tmp_path / "finding.py").write_text(script(hunt.outcome.found[0], hunt.target))
+    for _ in range(times):
+        done = trio.run(run_script, path, kind(pause))
+        assert done.returncode == 1 and done.stdout.endswith(b"\nreproduced\n"), (done.stdout, done.stderr)
+    done = trio.run(run_script, path, FaultyServer())
+    assert done.returncode == 0 and b"not reproduced" in done.stdout, (done.stdout, done.stderr)
+
+
+async def test_the_driver_closes_a_connection_in_three_ways():
+    ends = trio.open_memory_channel(3)
+
+    async def answer(stream):
+        try:
+            await stream.receive_some()
+            assert await stream.receive_some() == b""
+            await stream.send_all(b"late")
+            ends[0].send_nowait("eof")
+        except trio.BrokenResourceError:
+            ends[0].send_nowait("reset")
+
+    def client(how):
+        assert (yield Connect(1)) and (yield Send(1, b"hello", 10))
+        yield Leave(1, how)
+        received = (yield Receive(1, 10)), (yield Receive(1, 10))
+        yield Leave(1, Close.FIN)
+        return received
+
+    async with trio.open_nursery() as nursery:
+        (listener,) = await nursery.start(partial(trio.serve_tcp, answer, 0, host="127.0.0.1"))
+        driver = TrioDriver("127.0.0.1", listener.socket.getsockname()[1])
+        for how, end, received in (
+            (Close.FIN, "eof", (End.CLOSED, End.CLOSED)),
+            (Close.HALF, "eof", (b"late", End.CLOSED)),
+            (Close.RST, "reset", (End.CLOSED, End.CLOSED)),
+        ):
+            assert await driver.run(client(how)) == received
+            assert await ends[1].receive() == end
         nursery.cancel_scope.cancel()
 
 
-async def test_the_artifacts_are_well_formed():
+async def test_the_artifacts_are_well_formed(autojump_clock):
     async with trio.open_nursery() as nursery:
-        served = await Served(LeakAfterDisconnect, nursery).start(DEADLINE)
-        served.target.model = "<script>&"
-        steps = [Step("close", {"client": 1, "how": "rst"}), Step("wait", {"milliseconds": 10})]
-        log = [Event(0.0, "1", True, "<b>"), Event(0.5, "operator", False, "200 & more")]
-        found = Found(Finding("rest", "<script>alert(1)</script>"), steps, "tag", 1, log=log)
+        target = await calibrated(MemoryDriver(LeakAfterDisconnect(), nursery))
         nursery.cancel_scope.cancel()
+    target.model = "<script>&"
+    steps = [Step("close", {"client": 1, "how": "rst"}), Step("wait", {"milliseconds": 10})]
+    log = [Event(0.0, "1", True, "<b>"), Event(0.5, "operator", False, "200 & more")]
+    found = Found(Finding("rest", "<script>alert(1)</script>"), steps, "tag", 1, log=log)
     assert ElementTree.fromstring(schedule_svg(log)).tag.endswith("svg")
-    text = page("1 finding", [found], served.target)
+    text = page("1 finding", [found], target)
     tree = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
     assert not list(tree.iter("script")) and "reproduce(" in "".join(tree.itertext())
-    assert program_of(found.to_json(served.target))[1] == steps
-    assert any(line.startswith("curl ") for line in curl_lines(found, served.target))
+    assert program_of(found.to_json(target))[1] == steps
+    assert any(line.startswith("curl ") for line in curl_lines(found, target))
 
 
 @pytest.mark.parametrize(

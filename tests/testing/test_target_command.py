@@ -8,11 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 import trio
-from helpers.faulty_servers import FaultyServer, LeakAfterDisconnect
+from helpers.faulty_servers import FaultyServer, StaleCache
 
 from trioengine.cli import fuzz_target
 from trioengine.cli.app import run
-from trioengine.testing.target import calibrate, hunt
+
+FIRST = ["--minutes", "0.0001", "--seed", "160"]  # one program, in which the weights are updated
 
 
 @pytest.fixture
@@ -77,17 +78,15 @@ def test_nothing_found(serving, tmp_path, capsys):
     assert not keep.exists()
 
 
-def test_a_finding_is_kept_and_replayed(serving, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(calibrate, "LEAST", 0.2)
-    monkeypatch.setattr(hunt, "SHRINKING", 1.0)
-    url, keep, report = serving(LeakAfterDisconnect), tmp_path / "found.json", tmp_path / "report.html"
+def test_a_finding_is_kept_and_replayed(serving, tmp_path, capsys):
+    url, keep, report = serving(StaleCache), tmp_path / "found.json", tmp_path / "report.html"
     command = ["fuzz", "--target", url, "--api-key", "secret-key"]
-    assert run([*command, "--minutes", "0.05", "--seed", "4", "--keep", str(keep), "--report", str(report)]) == 1
+    assert run([*command, *FIRST, "--keep", str(keep), "--report", str(report)]) == 1
     output = capsys.readouterr().out
-    assert output.startswith("1 finding: ") and "rest: sglang:num_running_reqs is" in output
+    assert output.startswith("1 finding: ") and "cached: the first answer after update" in output
     assert f"--replay {keep}" in output
     kept = json.loads(keep.read_text())
-    assert kept["oracle"] == "rest" and kept["rate"] == [5, 5] and kept["evidence"]["before"]
+    assert kept["oracle"] == "cached" and kept["rate"] == [5, 5] and kept["evidence"]["before"]
     ElementTree.fromstring(keep.with_suffix(".svg").read_text())
     ElementTree.fromstring(report.read_text().removeprefix("<!DOCTYPE html>"))
     for path in tmp_path.iterdir():
@@ -96,7 +95,7 @@ def test_a_finding_is_kept_and_replayed(serving, tmp_path, capsys, monkeypatch):
     script = subprocess.run([sys.executable, str(keep.with_suffix(".py"))], check=False, stdout=subprocess.PIPE)
     assert script.returncode == 1
     assert run([*command, "--replay", str(keep)]) == 1
-    assert capsys.readouterr().out.startswith("5 of 5 runs failed: rest: ")
+    assert capsys.readouterr().out.startswith("5 of 5 runs failed: cached: ")
     assert run(["fuzz", "--target", serving(FaultyServer), "--replay", str(keep)]) == 0
     assert capsys.readouterr().out.startswith("0 of 5 runs failed")
 

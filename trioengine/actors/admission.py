@@ -6,12 +6,15 @@ which changes nothing: a caller that leaves there gives its slot back, and the w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import trio
 
 from trioengine.actors.images import RequestImages, put_images
+from trioengine.actors.media import Media
 from trioengine.actors.request import Request
 from trioengine.actors.runtime import Runtime
 from trioengine.actors.session_actor import SessionActor
@@ -55,11 +58,13 @@ async def open_session(runtime: Runtime, session: SessionActor) -> None:
 
 @dataclass(slots=True)
 class _Entry:
-    """One request on its way in."""
+    """One request on its way in. Its prompt and media are dropped, and their bytes with them, when it is prepared."""
 
     runtime: Runtime
     session: SessionActor
     request: Request
+    prompt: Any  # not checked yet, as the media
+    media: Any
     images: RequestImages | None = None  # None for a prompt without images
 
     def open_images(self) -> RequestImages:
@@ -74,15 +79,19 @@ class _Entry:
         return self.session.request is not self.request
 
 
-async def admit(runtime: Runtime, session: SessionActor, request: Request) -> None:
-    """Submit a request. Raises the refusal; an abort on the way ends this early, without an error.
+async def admit(
+    runtime: Runtime, session: SessionActor, request: Request, prompt: Prompt, media: Sequence[Media]
+) -> None:
+    """Submit a request with this prompt. Raises the refusal; an abort on the way ends this early, without an error.
 
     Cancelled, the request is aborted.
     """
+    entry = _Entry(runtime, session, request, prompt, media)
+    del prompt, media  # this frame lives as long as the request is on its way in
     request.times.begin()
     session.waiting[request] = None
     try:
-        await _admit(_Entry(runtime, session, request))
+        await _admit(entry)
     except EngineError as exc:
         for observer in runtime.observers:
             observer.request_refused(request, exc)
@@ -135,7 +144,7 @@ async def _reserve(entry: _Entry) -> None:
 async def _prepare(entry: _Entry) -> None:
     """Copy the images, render and tokenize the prompt, and check that it fits."""
     runtime, request = entry.runtime, entry.request
-    (prompt, request.prompt), (media, request.media) = (request.prompt, None), (request.media, ())
+    (prompt, entry.prompt), (media, entry.media) = (entry.prompt, None), (entry.media, ())
     places = PromptPlaces.of(prompt, media)
     with places.naming():
         _check_length(entry, prompt)

@@ -152,25 +152,20 @@ class Gate:
 
     def admit_session(self) -> int:
         """Take a session slot and return the session's id. Raises EngineClosed, EngineAsleep or EngineOverloaded."""
-        self._check_slot(Slot.SESSION, self._check_session_slot)
-        self.ledger.open_session()
-        return self._mint_for(Slot.SESSION)
+        return self._take(Slot.SESSION, self._check_session_slot, self.ledger.open_session)
 
     def admit_request(self) -> int:
         """Take a request slot and return the request's id. Raises EngineClosed, EngineAsleep or EngineOverloaded."""
-        self._check_slot(Slot.REQUEST, self._check_request_slot)
-        self.ledger.receive()
-        return self._mint_for(Slot.REQUEST)
+        return self._take(Slot.REQUEST, self._check_request_slot, self.ledger.receive)
 
-    def _check_slot(self, slot: Slot, check: Callable[[], None]) -> None:
+    def _take(self, slot: Slot, check: Callable[[], None], book: Callable[[], None]) -> int:
         try:
             check()
         except EngineError as exc:
             for observer in self._observers:
                 observer.slot_refused(slot, exc)
             raise
-
-    def _mint_for(self, slot: Slot) -> int:
+        book()
         id = self.mint()
         for observer in self._observers:
             observer.slot_taken(slot, id)

@@ -142,7 +142,7 @@ class Generation(AsyncOnly, refuses=("for",)):
     network connection chunks and completion have no token ids and no logprobs: a server does not send them.
     """
 
-    __slots__ = ("__weakref__", "_enter", "_entered", "_is_being_read", "_may_have_more", "_state")
+    __slots__ = ("__weakref__", "_enter", "_is_being_read", "_may_have_more", "_state")
 
     _noun = "a generation"
     _usage = (
@@ -152,8 +152,8 @@ class Generation(AsyncOnly, refuses=("for",)):
 
     def __init__(self, state: ReadableRequest, enter: Callable[[], Awaitable[None]]) -> None:
         self._state = state
-        self._enter = enter  # submits the request; raises the refusal
-        self._entered = False
+        # submits the request, with its prompt; raises the refusal; None once it is called, so that the prompt can go
+        self._enter: Callable[[], Awaitable[None]] | None = enter
         self._may_have_more = False  # from entering on, unless that fails
         self._is_being_read = False
 
@@ -167,7 +167,7 @@ class Generation(AsyncOnly, refuses=("for",)):
     def _progress(self) -> str:
         if self._state.outcome is not None:
             return self._state.outcome.finish_reason.value
-        if not self._entered:
+        if self._enter is not None:
             return "not entered"
         if not self._may_have_more:
             return "refused"
@@ -233,11 +233,12 @@ class Generation(AsyncOnly, refuses=("for",)):
         return self._state.read_text_nowait()
 
     async def __aenter__(self) -> Self:
-        if self._entered:
+        if self._enter is None:
             raise RuntimeError("a generation is entered once")
-        self._entered = self._may_have_more = True
+        entering, self._enter = self._enter(), None
+        self._may_have_more = True
         try:
-            await self._enter()
+            await entering
             if self._state.is_timed_out:
                 raise self._state.timed_out()
         except BaseException:

@@ -33,6 +33,10 @@ from trioengine.hub.model_info import ModelInfo, read_model
 from trioengine.hub.pull import resolve
 
 T = TypeVar("T")
+WORKER: tuple[str, ...] = (
+    "-m",
+    "trioengine.worker",
+)  # the program, as arguments of Python; a test may put its own before it
 _STATUS = "/proc/{pid}/status"
 PIPE_SIZE = 1 << 20  # bytes; the most that an unprivileged process may ask for by default
 PAYLOAD_ID = struct.Struct("<Q")
@@ -222,7 +226,7 @@ def _command(child_in: int, child_out: int, child_payloads: int) -> list[str]:
     level = logging.getLogger("trioengine").getEffectiveLevel()
     options = {"in": child_in, "out": child_out, "payloads": child_payloads, "parent": os.getpid(), "log-level": level}
     arguments = [argument for name, value in options.items() for argument in (f"--{name}", str(value))]
-    return [sys.executable, "-P", "-m", "trioengine.worker", *arguments]
+    return [sys.executable, "-P", *WORKER, *arguments]
 
 
 def _environment() -> dict[str, str]:

@@ -1,16 +1,15 @@
-"""The engine's record of one request: the one place of its state, its prompt, its answer and its counts."""
+"""The engine's record of one request: the one place of its state, its prepared prompt, its answer and its counts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import trio
 
 from trioengine.actors.generation import ReadableRequest
 from trioengine.actors.images import image_inputs
-from trioengine.actors.media import Media
 from trioengine.actors.observer import FinishedRequest, Observer
 from trioengine.aio.concurrency import Deadline
 from trioengine.core.errors import Outcome
@@ -19,7 +18,7 @@ from trioengine.core.messages import AddMessage, TokensRow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Logprobs, Usage
 from trioengine.text.chat_tokenizer import PlacedImage
-from trioengine.text.conversation import Conversation, Prepared, Prompt
+from trioengine.text.conversation import Conversation, Prepared
 from trioengine.text.output import OutputText
 
 
@@ -55,20 +54,16 @@ class Request(ReadableRequest):
 
     def __init__(
         self,
-        prompt: Prompt,
         params: SamplingParams,
         *,
         session: Owner,
-        times: RequestTimes,
-        media: Sequence[Media] = (),
+        observers: Sequence[Observer],
         keep_partial: bool = False,
         deadline: Deadline,
         wait: bool | None = None,
         label: str | None = None,
     ) -> None:
         super().__init__(params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
-        self.prompt: Any = prompt  # of any type; dropped when the request is prepared, as the media are
-        self.media = media
         self.state = RequestState.PREPARING
         self.prepared: Prepared | None = None
         self.output: OutputText | None = None
@@ -78,7 +73,7 @@ class Request(ReadableRequest):
         self.weight_versions: list[int] = []
         self.recovery = RecoveryRecord()
         self.abort_cause = Cause.CLIENT
-        self.times = times
+        self.times = RequestTimes(observers)
         self.session = session
         self._logprobs: list[Logprobs] = []  # one a token, if asked for
         self._num_tokens_read = 0

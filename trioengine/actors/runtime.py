@@ -26,6 +26,7 @@ from trioengine.actors.observer import Observer
 from trioengine.actors.ports import Ports
 from trioengine.actors.power import PowerActor
 from trioengine.actors.recovery import Recovery
+from trioengine.actors.request import Request
 from trioengine.actors.session_actor import (
     AnswerBegan,
     RequestSettled,
@@ -283,16 +284,17 @@ class Runtime:
             for observer in self.observers:
                 observer.step(num_tokens)
         now = trio.current_time()
-        rows = [(self.sessions.by_id[row.session], row) for row in message.rows]
-        requests = [session.request for session, _ in rows]
-        for session, row in rows:
+        readers: list[tuple[SessionActor, Request | None]] = []
+        for row in message.rows:
+            session = self.sessions.by_id[row.session]
+            readers.append((session, session.request))  # before the row, which may be the last one
             try:
                 session.on_row(row, now)
             except Exception as exc:
                 session.crash(exc)
         if self.effects:
             self.effects.drain()
-        for (session, _), request in zip(rows, requests, strict=True):
+        for session, request in readers:
             if request is not None:
                 try:
                     request.notify_reader()

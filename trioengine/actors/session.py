@@ -10,7 +10,7 @@ from trioengine.actors.admission import admit, open_session
 from trioengine.actors.generation import Generation
 from trioengine.actors.images import RequestImages, put_images
 from trioengine.actors.media import Media
-from trioengine.actors.request import Request, RequestTimes
+from trioengine.actors.request import Request
 from trioengine.actors.runtime import Runtime
 from trioengine.actors.session_actor import SessionActor
 from trioengine.aio.calls import AsyncOnly, whole_answer
@@ -121,17 +121,15 @@ class Session(AsyncOnly):
         deadline, params = deadline_after(timeout), merged_params(params, options)
         state = self._state
         request = Request(
-            prompt,
             params,
-            times=RequestTimes(self._runtime.observers),
             session=state,
-            media=media,
+            observers=self._runtime.observers,
             keep_partial=keep_partial,
             deadline=deadline,
             wait=wait,
             label=label,
         )
-        generation = Generation(request, partial(admit, self._runtime, state, request))
+        generation = Generation(request, partial(admit, self._runtime, state, request, prompt, media))
         for observer in self._runtime.observers:
             observer.request_created(generation)
         return generation

@@ -203,8 +203,9 @@ class SessionActor:
             return
         if self.end_cause is None:
             self.end_cause = cause
-        if self.request is not None:
-            self.request.cut_short(cause, self._conversation)
+        if (request := self.request) is not None:
+            is_aborted = self.phase is Phase.STOPPING  # and its own cause, the first one, counts
+            request.cut_short(request.abort_cause if is_aborted else cause, self._conversation)
         self._apply(Event.END)
         self.hold_payloads()
         self._wake.set()

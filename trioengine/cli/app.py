@@ -256,7 +256,17 @@ def fuzz(
     ] = None,
     trace: Annotated[bool | None, typer.Option("--trace", help="Print the whole trace of a failure.")] = None,
     target: Annotated[
-        str | None, typer.Option(metavar="URL", help="Fuzz the server at this URL instead: any with OpenAI's API.")
+        str | None,
+        typer.Option(
+            metavar="URL|process",
+            help="Fuzz the server at this URL instead: any with OpenAI's API. process: start a server, and harm it.",
+        ),
+    ] = None,
+    serve: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- MODEL OPTIONS]", help="With --target process: the arguments of serve.", show_default=False
+        ),
     ] = None,
     dialect: Annotated[
         str | None,
@@ -287,13 +297,20 @@ def fuzz(
         "i_own_this_server": i_own_this_server or None,
     }
     for_both = {"seed": seed, "replay": replay, "keep": keep}
+    for_url = {name: for_target[name] for name in ("dialect", "model", "api_key", "pid", "i_own_this_server")}
     for_engine = {"seconds": seconds, "examples": examples, "profile": profile, "machine": machine, "trace": trace}
     if target is not None:
         _refuse_given(for_engine, "does not go with --target")
+        from trioengine.cli.fuzz_process import fuzz_process
         from trioengine.cli.fuzz_target import TargetOptions, fuzz_target
 
         given = {name: value for name, value in (for_target | for_both).items() if value is not None}
+        if target == "process":
+            _refuse_given(for_url, "is for the URL of a server")
+            return fuzz_process(TargetOptions(target, serve=tuple(serve or ()), **given))  # type: ignore[arg-type]
+        _refuse_arguments(serve)
         return fuzz_target(TargetOptions(target, **given))  # type: ignore[arg-type]
+    _refuse_arguments(serve)
     _refuse_given(for_target, "is for --target")
     try:
         from trioengine.cli.fuzz import run as run_fuzz
@@ -303,6 +320,12 @@ def fuzz(
         raise InvalidConfig("the fuzzer needs hypothesis: pip install hypothesis") from exc
 
     return run_fuzz({name: value for name, value in (for_engine | for_both).items() if value is not None})
+
+
+def _refuse_arguments(given: list[str] | None) -> None:
+    """Refuse arguments of a server that is not started. Raises InvalidConfig."""
+    if given:
+        raise InvalidConfig(f"unexpected argument {given[0]!r}: the arguments of serve are for --target process")
 
 
 def _refuse_given(options: Mapping[str, object], reason: str) -> None:

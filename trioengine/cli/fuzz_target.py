@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import trio
@@ -39,20 +42,26 @@ class TargetOptions:
     replay: Path | None = None
     keep: Path = Path("fuzz-finding.json")
     i_own_this_server: bool = False
+    serve: tuple[str, ...] | None = None  # the arguments of the server that the command starts
 
 
 def fuzz_target(options: TargetOptions) -> int:
     """Run the search and return the exit code. Raises InvalidConfig."""
     host, target = address_of(options.target, owned=options.i_own_this_server)
-    _check(options)
-    replayed = None if options.replay is None else _read(options.replay)
+    check_options(options)
+    replayed = None if options.replay is None else read_finding(options.replay)
     if replayed is not None and options.dialect is None:
         options = TargetOptions(**{**vars(options), "dialect": replayed[0]})
     if options.api_key is not None:
         target.headers["Authorization"] = f"Bearer {options.api_key}"
     driver = TrioDriver(host, int(target.host.rpartition(":")[2]), options.pid)
+    return run_reported(_search, driver, target, options, None if replayed is None else replayed[1])
+
+
+def run_reported(search: Callable[..., Awaitable[int]], *args: Any) -> int:
+    """Run a search and return the exit code. Raises InvalidConfig where there is no server to fuzz."""
     try:
-        return trio.run(_search, driver, target, options, None if replayed is None else replayed[1])
+        return trio.run(search, *args)
     except NoTarget as exc:
         raise InvalidConfig(printable(str(exc))) from exc
     except OSError:
@@ -91,7 +100,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _check(options: TargetOptions) -> None:
+def check_options(options: TargetOptions) -> None:
     if options.dialect is not None and options.dialect not in DIALECTS:
         raise InvalidConfig(f"--dialect must be one of {', '.join(DIALECTS)}, not {printable(options.dialect)}")
     if options.minutes is not None and not 0 < options.minutes < float("inf"):
@@ -103,14 +112,14 @@ def _check(options: TargetOptions) -> None:
             raise InvalidConfig(f"{path}: there is no such directory")
 
 
-def _read(path: Path) -> tuple[str, list[Step]]:
+def read_finding(path: Path) -> tuple[str, list[Step], dict[str, Any]]:
+    """Read a finding's file: the dialect's name, the steps, and everything. Raises InvalidConfig."""
     try:
-        dialect, steps, _ = program_of(path.read_text(encoding="utf-8"))
+        return program_of(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise InvalidConfig(f"{path}: {exc.strerror}") from exc
     except ValueError as exc:
         raise InvalidConfig(f"{path}: {exc}") from exc
-    return dialect, steps
 
 
 async def _search(driver: TrioDriver, target: Target, options: TargetOptions, steps: list[Step] | None) -> int:
@@ -119,8 +128,14 @@ async def _search(driver: TrioDriver, target: Target, options: TargetOptions, st
     else:
         target.dialect = DIALECTS[options.dialect]
     await driver.run(calibrate(target, options.model))
-    _describe(target, detected=options.dialect is None)
-    hunt = Hunt(driver, target, options.seed, _progress, has_pid=options.pid is not None)
+    describe(target, detected=options.dialect is None)
+    hunt = Hunt(driver, target, options.seed, show_progress, has_pid=options.pid is not None)
+    return await run_hunt(hunt, options, steps)
+
+
+async def run_hunt(hunt: Hunt, options: TargetOptions, steps: list[Step] | None) -> int:
+    """Search, or replay the steps, and report; return the exit code."""
+    target = hunt.target
     if steps is not None:
         return await _replay(hunt, steps)
     try:
@@ -134,7 +149,7 @@ async def _search(driver: TrioDriver, target: Target, options: TargetOptions, st
     return FOUND if hunt.outcome.found else NOTHING
 
 
-def _describe(target: Target, *, detected: bool) -> None:
+def describe(target: Target, *, detected: bool) -> None:
     golden = target.golden
     repeatable = "not judged" if golden.text is None else "also in a crowd" if golden.in_crowd else "alone"
     print(
@@ -144,7 +159,7 @@ def _describe(target: Target, *, detected: bool) -> None:
     )
 
 
-def _progress(outcome: Outcome) -> None:
+def show_progress(outcome: Outcome) -> None:
     if sys.stderr.isatty():
         text = f"{outcome.programs} programs, {outcome.steps} steps, {outcome.seconds:.0f} s"
         print(f"\r{text}, {counted(len(outcome.found), 'finding')}", end="", file=sys.stderr, flush=True)
@@ -155,6 +170,8 @@ async def _replay(hunt: Hunt, steps: list[Step]) -> int:
     for _ in range(REPLAYS):
         _, finding = await hunt.run(steps)
         failed += finding is not None
+        if finding is not None and hunt.fresh is not None:
+            await hunt.fresh()
         message = message if finding is None else str(finding)
     print(f"{failed} of {REPLAYS} runs failed" + (f": {printable(message)}" if message else ""))
     return FOUND if failed else NOTHING
@@ -172,15 +189,22 @@ def _write(outcome: Outcome, target: Target, options: TargetOptions, verdict: st
         stem = options.keep if index == 0 else options.keep.with_stem(f"{options.keep.stem}-{index + 1}")
         print(f"\n{printable(str(found.finding))}\n{rate(found)}")
         print("\n".join(f"  {step}" for step in found.steps))
-        _write_finding(found, target, stem)
-        print(f"trioengine fuzz --target {options.target} --replay {stem}; python3 {stem.with_suffix('.py')}")
+        _write_finding(found, target, stem, options.serve)
+        scripted = "" if options.serve is not None else f"; python3 {stem.with_suffix('.py')}"
+        print(f"trioengine fuzz --target {options.target} --replay {stem}{scripted}")
     if options.report is not None:
-        options.report.write_text(page(verdict, outcome.found, target), encoding="utf-8")
+        text = page(verdict, outcome.found, target, scripted=options.serve is None)
+        options.report.write_text(text, encoding="utf-8")
 
 
-def _write_finding(found: Found, target: Target, path: Path) -> None:
-    path.write_text(found.to_json(target), encoding="utf-8")
-    path.with_suffix(".py").write_text(script(found, target), encoding="utf-8")
+def _write_finding(found: Found, target: Target, path: Path, serve: tuple[str, ...] | None) -> None:
+    """Write the finding's files; a script cannot start the server, so there is none for one that was started."""
     path.with_suffix(".svg").write_text(schedule_svg(found.log), encoding="utf-8")
     path.with_suffix(".txt").write_text(schedule_text(found.log) + "\n", encoding="utf-8")
+    if serve is not None:
+        kept = json.loads(found.to_json(target)) | {"serve": serve}
+        path.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+        return
+    path.write_text(found.to_json(target), encoding="utf-8")
+    path.with_suffix(".py").write_text(script(found, target), encoding="utf-8")
     path.with_suffix(".sh").write_text("\n".join(curl_lines(found, target)) + "\n", encoding="utf-8")

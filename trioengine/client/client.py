@@ -15,7 +15,7 @@ from trioengine.client.connection import Connections
 from trioengine.client.generation import Generation, RequestProxy, Requests
 from trioengine.client.prompt import Media
 from trioengine.client.session import Session, SessionProxy
-from trioengine.core.checks import check_callback, check_request, is_key, names_checked
+from trioengine.core.checks import PromptPlaces, check_callback, check_request, is_key, names_checked
 from trioengine.core.errors import (
     InvalidConfig,
     SessionEnded,
@@ -85,9 +85,8 @@ class Client:
         deadline, params = deadline_after(timeout), merged_params(params, options)
         state = SessionProxy(self._connections, self._requests, label=label, wait=wait, deadline=deadline)
         request = RequestProxy(
-            prompt,
             params,
-            media=media,
+            places=PromptPlaces.of(prompt, media),
             deadline=deadline,
             wait=wait,
             label=label,
@@ -95,7 +94,7 @@ class Client:
             requests=self._requests,
             opening=state.opening,
         )
-        generation = Generation(request, partial(state.enter, request))
+        generation = Generation(request, partial(state.enter, request, prompt, media))
         self._requests.add(request)
         try:
             async with Session(state), generation:

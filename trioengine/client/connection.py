@@ -37,6 +37,7 @@ class Connections:
         self._nursery = nursery
         self._on_state = on_state
         self._open: set[Connection] = set()
+        self._opening: set[trio.CancelScope] = set()  # of calls of `start`
         self._closed = False
 
     def __len__(self) -> int:
@@ -48,18 +49,22 @@ class Connections:
         Raises TimedOut after the deadline, the server's refusal, ConnectionLost, and EngineClosed after `close`.
         """
         refusal: EngineError | None = None
-        with trio.move_on_at(deadline.at):
-            while True:
-                if self._closed:
-                    raise EngineClosed("the client is closed")
-                try:
-                    session_id: str = await self._nursery.start(self._run, connection)
-                    return session_id
-                except (EngineOverloaded, EngineAsleep) as exc:
-                    if not waits_for(exc, wait):
-                        raise
-                    refusal, retry_after = exc, exc.retry_after
-                await trio.sleep(retry_after)
+        with trio.move_on_at(deadline.at) as opening:
+            self._opening.add(opening)
+            try:
+                while not self._closed:
+                    try:
+                        session_id: str = await self._nursery.start(self._run, connection)
+                        return session_id
+                    except (EngineOverloaded, EngineAsleep) as exc:
+                        if not waits_for(exc, wait):
+                            raise
+                        refusal, retry_after = exc, exc.retry_after
+                    await trio.sleep(retry_after)
+            finally:
+                self._opening.discard(opening)
+        if self._closed:
+            raise EngineClosed("the client is closed")
         obstacle = refusal or f"{self.endpoint.authority} does not answer"
         raise deadline.passed(f"while waiting: {obstacle}") from refusal
 
@@ -81,8 +86,10 @@ class Connections:
             self._nursery.start_soon(_raise, exc)
 
     def close(self) -> None:
-        """Close every connection; `start` raises EngineClosed from now on."""
+        """Close every connection; `start` raises EngineClosed, now and from now on."""
         self._closed = True
+        for opening in self._opening:
+            opening.cancel()
         for connection in self._open:
             connection.close()
 
@@ -168,20 +175,20 @@ class Connection:
             raise ConnectionLost(f"{endpoint.authority} does not begin with a session.created") from exc
 
     async def _talk(self, websocket: WebSocket, session_id: str, task_status: trio.TaskStatus[str]) -> None:
-        try:
-            async with trio.open_nursery() as self._nursery:
-                scope = self._nursery.cancel_scope
-                self._nursery.start_soon(websocket.write)
-                self._nursery.start_soon(self.posts.send_to, websocket)
-                self._nursery.start_soon(self._keep_alive, websocket, scope)
-                self._nursery.start_soon(self._close_when_asked, websocket, scope)
-                task_status.started(session_id)
+        async with trio.open_nursery() as self._nursery:
+            scope = self._nursery.cancel_scope
+            self._nursery.start_soon(websocket.write)
+            self._nursery.start_soon(self.posts.send_to, websocket)
+            self._nursery.start_soon(self._keep_alive, websocket, scope)
+            self._nursery.start_soon(self._close_when_asked, websocket, scope)
+            task_status.started(session_id)
+            try:
                 await self._read(websocket)
                 with trio.move_on_after(CLOSE_TIMEOUT):
                     await websocket.flushed()
-                scope.cancel()
-        finally:
-            self._on_loss(self._loss)
+            finally:
+                self._on_loss(self._loss)  # while the nursery is open: until then, calls start tasks in it
+            scope.cancel()
 
     async def _read(self, websocket: WebSocket) -> None:
         """Process events until there are no more. It reads whether or not an answer is read, to notice a loss."""

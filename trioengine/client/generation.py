@@ -12,7 +12,6 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -23,7 +22,7 @@ from trioengine.actors.waiting_line import NOT_NOW, waits_for
 from trioengine.aio.concurrency import Deadline
 from trioengine.client.conversation import Conversation
 from trioengine.client.problems import length_of, outcome_of, placed, usage_of
-from trioengine.client.prompt import Media, Message, rendered
+from trioengine.client.prompt import Message, rendered
 from trioengine.core.checks import PromptPlaces
 from trioengine.core.errors import EngineError, Outcome, RequestRejected, TimedOut
 from trioengine.core.sampling_params import SamplingParams
@@ -55,10 +54,9 @@ class RequestProxy(generation.ReadableRequest):
 
     def __init__(
         self,
-        prompt: object,
         params: SamplingParams,
         *,
-        media: Sequence[Media] = (),
+        places: PromptPlaces,
         keep_partial: bool = False,
         deadline: Deadline,
         wait: bool | None,
@@ -68,12 +66,10 @@ class RequestProxy(generation.ReadableRequest):
         opening: trio.CancelScope | None = None,
     ) -> None:
         super().__init__(params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
-        self.prompt: Any = prompt  # None after preparation, as the media
-        self.media = media
         self.stage = Stage.NONE
         self.response_id: str | None = None  # the server's
         self.is_kept = False  # whether its turn is committed
-        self._places = PromptPlaces.of(prompt, media)
+        self._places = places
         self._conversation = conversation
         self._posts = conversation.posts
         self._requests = requests

@@ -33,7 +33,7 @@ def chat_messages(prompt: object, name: str, media: Sequence[Media] = ()) -> lis
     """
     images = media_parts(media)
     if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}] if prompt else []
+        prompt = [{"role": "user", "content": prompt}] if prompt or images else []
     if isinstance(prompt, (bytes, bytearray, memoryview)) or not isinstance(prompt, Sequence):
         raise _invalid(name, f"must be a string or messages, got {kind_of(prompt)}")
     if not prompt and name == "prompt":

@@ -20,7 +20,7 @@ from trioengine.client.conversation import Conversation
 from trioengine.client.generation import Generation, RequestProxy, Requests
 from trioengine.client.problems import error_of
 from trioengine.client.prompt import Media, Message, chat_messages, check_sizes, is_long, response_fields
-from trioengine.core.checks import check_history, check_label, check_wait
+from trioengine.core.checks import PromptPlaces, check_history, check_label, check_wait
 from trioengine.core.errors import EngineError, Outcome, SessionBusy, SessionEnded, TimedOut
 from trioengine.core.sampling_params import (
     Overflow,
@@ -115,9 +115,8 @@ class Session(AsyncOnly):
         """
         deadline, params = deadline_after(timeout), merged_params(params, options)
         request = RequestProxy(
-            prompt,
             params,
-            media=media,
+            places=PromptPlaces.of(prompt, media),
             keep_partial=keep_partial,
             deadline=deadline,
             wait=wait,
@@ -125,7 +124,7 @@ class Session(AsyncOnly):
             conversation=self._state.conversation,
             requests=self._state.requests,
         )
-        return Generation(request, partial(self._state.enter, request))
+        return Generation(request, partial(self._state.enter, request, prompt, media))
 
     @whole_answer
     @sampling_checked
@@ -260,12 +259,14 @@ class SessionProxy:
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
-    async def enter(self, request: RequestProxy) -> None:
-        """Post the request when its turn has come; return when the engine has taken it, or it was aborted.
+    async def enter(self, request: RequestProxy, prompt: object, media: Sequence[Media]) -> None:
+        """Post the request, with this prompt, when its turn has come.
 
-        Raises SessionBusy, SessionEnded, the server's refusal and the loss of the connection.
+        Return when the engine has taken it, or it was aborted. Raises SessionBusy, SessionEnded, the server's refusal
+        and the loss of the connection.
         """
-        messages, events = await self._prepared(request)
+        messages, events = await self._prepared(prompt, media)
+        del prompt, media  # this frame lives as long as the request waits for its turn
         fields = response_fields(request.params, self._overflow)
         self._check_open()
         check_sizes(events.values(), takes_images=self.connection.takes_images)
@@ -295,9 +296,8 @@ class SessionProxy:
             del self._entering[request]
         request.check_refusal()
 
-    async def _prepared(self, request: RequestProxy) -> tuple[list[Message], dict[str, str]]:
-        """The messages of the request's prompt, and the events that create their items."""
-        (prompt, request.prompt), (media, request.media) = (request.prompt, None), (request.media, ())
+    async def _prepared(self, prompt: Any, media: Sequence[Media]) -> tuple[list[Message], dict[str, str]]:
+        """The messages of a prompt, and the events that create their items."""
 
         def prepare() -> tuple[list[Message], dict[str, str]]:
             messages = chat_messages(prompt, "prompt", media)

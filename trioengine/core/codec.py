@@ -67,34 +67,24 @@ def frame(payload: bytes) -> bytes:
     return LENGTH.pack(len(payload)) + payload
 
 
-class FrameBuffer:
-    """Bytes from the pipe, which come in any portions, cut into frames."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def __bool__(self) -> bool:
-        """Whether bytes are left."""
-        return bool(self._data)
-
-    def add(self, data: bytes | bytearray) -> None:
-        self._data += data
+class FrameBuffer(bytearray):
+    """Bytes from the pipe, to which they are added in any portions, cut into frames."""
 
     def next_payload(self, max_bytes: int) -> bytes | None:
         """Remove the first frame and return its payload; None when more bytes are needed.
 
         Raises RemoteProtocolError if the frame claims more than `max_bytes`.
         """
-        if len(self._data) < LENGTH.size:
+        if len(self) < LENGTH.size:
             return None
-        (length,) = LENGTH.unpack_from(self._data)
+        (length,) = LENGTH.unpack_from(self)
         if length > max_bytes:
             raise RemoteProtocolError(f"a frame claims {length} bytes; the limit is {max_bytes}")
         end = LENGTH.size + length
-        if len(self._data) < end:
+        if len(self) < end:
             return None
-        payload = bytes(memoryview(self._data)[LENGTH.size : end])
-        del self._data[:end]
+        payload = bytes(memoryview(self)[LENGTH.size : end])
+        del self[:end]
         return payload
 
 

@@ -154,7 +154,7 @@ class Connection:
 
     def receive_data(self, data: bytes | bytearray) -> None:
         """Add bytes that came from the pipe, in portions of any size."""
-        self._frames.add(data)
+        self._frames += data
 
     def next_message(self) -> Message | None:
         """Return the next whole message, or None when more bytes are needed.

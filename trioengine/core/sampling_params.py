@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec, TypeAlias, TypedDict, TypeVar, cast, get_args
 
@@ -140,10 +141,10 @@ def params_of_valid(*values: object) -> SamplingParams:
 
 def replace_valid(params: SamplingParams, **changes: object) -> SamplingParams:
     """Return a copy with these fields, which are known to be valid, without validation."""
-    values = [changes.pop(name) if name in changes else getattr(params, name) for name in _FIELDS]
-    if changes:
-        raise TypeError(f"SamplingParams has no field {next(iter(changes))!r}")
-    return params_of_valid(*values)
+    replaced = copy(params)
+    for name, value in changes.items():
+        _set(replaced, name, value)
+    return replaced
 
 
 class SamplingOptions(TypedDict, total=False):

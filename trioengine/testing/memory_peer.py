@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import trio
 from trio.testing import MemoryReceiveStream
 
@@ -60,6 +63,34 @@ class MemoryPeer(SimulatedPeer):
         self.client_stream.inbox.put_data(data)
 
 
+class RemotePeer(MemoryPeer):
+    """A connection of the client library, which is no more cancelled when it breaks than that of a socket."""
+
+    def __init__(self, is_active: Callable[[], bool]) -> None:
+        super().__init__()
+        self.client_stream = _LibraryEnd(self)
+        self.is_harmed = False  # by a rule
+        self.silent_since = math.inf  # since when nothing arrives at the client
+        self._is_active = is_active
+
+    @property
+    def is_active(self) -> bool:
+        return self._is_active()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether neither side has it."""
+        return self.peer_state is PeerState.GONE and self.stream.closed
+
+    def send_garbage(self) -> None:
+        """Damage the bytes to the client."""
+        self.to_client.put(b"\xff" * 8)
+
+    def _leave(self) -> None:
+        super()._leave()
+        self.client_stream.inbox.put_eof()
+
+
 class _ClientEnd(trio.abc.HalfCloseableStream):
     """The client's end: a write waits while the connection is full."""
 
@@ -87,3 +118,16 @@ class _ClientEnd(trio.abc.HalfCloseableStream):
         if self._peer.peer_state not in _OUT_OF_REACH:
             self._peer.hang_up()
         await trio.lowlevel.checkpoint()
+
+
+class _LibraryEnd(_ClientEnd):
+    """The same; it is reset with the connection, and writes into the void if that has vanished."""
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        data = await super().receive_some(max_bytes)
+        if self._peer.was_reset:
+            raise trio.BrokenResourceError("connection reset by peer")
+        return data
+
+    def _broken(self) -> str | None:
+        return None if self._peer.peer_state is PeerState.VANISHED else super()._broken()

@@ -41,11 +41,15 @@ class SimulatedPeer(abc.ABC):
         self.stream = _ServerEnd(self)
         self.to_server = Wire(self._reach_server, BUFFERED, by_hand=True)
         self.to_client = Wire(self._reach_client, BUFFERED, by_hand=True)
+        self.name = "a client"
         self.peer_state = PeerState.WELL
         self.was_reset = False
         self.has_read_end = False  # nothing more will come from the server
         self.on_bytes: list[Callable[[str, bytes], None]] = []  # called with "->" or "<-", as bytes arrive
         self._inbox = self.stream.inbox
+
+    def __repr__(self) -> str:
+        return self.name
 
     # ---- the protocol -----------------------------------------------------------------------------------------------
 

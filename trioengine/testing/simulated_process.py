@@ -50,6 +50,9 @@ class Wire:
     def __len__(self) -> int:
         return len(self._bytes)
 
+    def __bytes__(self) -> bytes:
+        return bytes(self._bytes)
+
     def put(self, data: bytes) -> None:
         """Write, whatever the wire holds."""
         self._bytes += data

@@ -75,7 +75,7 @@ class SimulatedWorker(SimulatedProcess):
     ) -> None:
         super().__init__(pid, by_hand=by_hand)
         self._observers = observers
-        self.runner = ToyRunner(limits.block_size, limits.tile)
+        self.runner = ToyRunner(limits)
         self.decoder = SimulatedDecoder(toy_decode, self._report)
         self.core = EngineCore(self.runner, limits, trio.current_time, decoder=self.decoder)
         self.connection = Connection(Role.WORKER)
@@ -123,6 +123,11 @@ class SimulatedWorker(SimulatedProcess):
             for observer in self._observers:
                 observer.dying(self)
         super().exit(exit_code)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it has not handled CONFIGURE."""
+        return self._activity is Activity.STARTING
 
     # ---- by hand --------------------------------------------------------------------------------------------------
 

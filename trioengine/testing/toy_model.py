@@ -19,10 +19,18 @@ from trioengine.core.messages import SAMPLING_FAILED
 from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.core.types import TokenIds
 from trioengine.hub.model_info import ModelFormat, ModelInfo
+from trioengine.testing.step_watch import StepWatch
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
 from trioengine.worker.scheduling.images import DecodedImage, ImageError, Tile, TileShape
-from trioengine.worker.scheduling.sequence import BlockCopy, Sampled, ScheduledSequence, SchedulerOutput
+from trioengine.worker.scheduling.sequence import (
+    BlockCopy,
+    Limits,
+    Sampled,
+    ScheduledSequence,
+    SchedulerOutput,
+    Sequence,
+)
 
 ToyImage: TypeAlias = tuple[Iterable[int], bytes]  # where its tiles begin in a prompt, and its bytes
 
@@ -205,12 +213,16 @@ class Crash(Exception):
 class ToyRunner:
     """A ModelRunner whose keys and values are `toy_value`s, in the slots that the block tables name.
 
-    Raises AssertionError for a step that reads values of a request with another cache salt, or encodes a tile twice.
+    Raises AssertionError for a step that StepWatch refuses, that reads values of another history or of a request with
+    another cache salt, or that encodes a tile twice.
     """
 
-    def __init__(self, block_size: int, tile: TileShape | None = None) -> None:
-        self._block_size = block_size
-        self._tile = tile
+    def __init__(self, limits: Limits) -> None:
+        self._block_size = limits.block_size
+        self._tile = limits.tile
+        self._watch = StepWatch(limits)
+        self._begun: set[Sequence] = set()
+        self._newly_begun: list[tuple[int, int, int]] = []
         self._slots: dict[int, int] = {}  # values in slots of the KV cache
         self._salts: dict[int, str] = {}  # of the request that computed the value in a slot
         self._weights: int | None = 0  # None: discarded
@@ -223,11 +235,13 @@ class ToyRunner:
     def load(self, path: str, asleep: frozenset[Tag]) -> None:
         """Begin with these weights; `asleep` is not there yet."""
         self.path, self.asleep = path, asleep
+        self._watch.reset()
         self._weights = None if Tag.WEIGHTS in asleep else toy_weights(path)
 
     def sleep(self) -> None:
         self._slots.clear()
         self._salts.clear()
+        self._watch.reset()
         self.asleep = ALL_TAGS
 
     def wake(self, tags: frozenset[Tag]) -> None:
@@ -252,16 +266,20 @@ class ToyRunner:
                 raise Crash
         weights = self._weights
         assert weights is not None, "a forward pass without weights"
+        began = self._watch.take(output)
         self._copy(output.copies)
+        for entry in began:
+            self._check_prefix(entry.sequence, weights)
+            self._begin(entry.sequence)
         for tile in output.encode:
             self._encode(tile, weights)
         sampled: list[Sampled] = []
         for entry in output.scheduled:
             sequence = entry.sequence
-            assert entry.num_new_tokens > 0, "a step that computes nothing of a request"
             slots = [self._slot(sequence.block_table, position) for position in range(sequence.num_tokens)]
             salt, computed = sequence.params.cache_salt, sequence.num_computed_tokens
-            assert all(self._salts[slot] == salt for slot in slots[:computed]), "computed under another cache salt"
+            salted = all(self._salts.get(slot) == salt for slot in slots[:computed])
+            assert salted, f"request {sequence.request} reads values that were computed under another cache salt"
             embedded = self._embeddings(entry)
             for position in range(computed, computed + entry.num_new_tokens):
                 before = self._slots[slots[position - 1]] if position else weights
@@ -277,6 +295,27 @@ class ToyRunner:
             token_id, top = toy_next(values), sequence.params.logprobs
             sampled.append(sequence.row(token_id, None if top is None else toy_logprobs(token_id, top)))
         return sampled
+
+    def _begin(self, sequence: Sequence) -> None:
+        if sequence not in self._begun:  # else it was preempted
+            self._begun.add(sequence)
+            self._newly_begun.append((sequence.request, sequence.num_tokens, sequence.num_computed_tokens))
+
+    def take_begun(self) -> list[tuple[int, int, int]]:
+        """Return the requests that were begun since the last call, with their tokens and those that were computed."""
+        begun, self._newly_begun = self._newly_begun, []
+        return begun
+
+    def _check_prefix(self, sequence: Sequence, weights: int) -> None:
+        """Check that the values which a sequence begins with, from the prefix cache, are those of its own history."""
+        value, computed = weights, sequence.num_computed_tokens
+        for position in range(computed if sequence.images is None else 0):
+            value = toy_value(sequence.token_ids[position], value)
+            found = self._slots.get(self._slot(sequence.block_table, position))
+            assert found == value, (
+                f"request {sequence.request} begins with {computed} cached tokens, of which number {position} "
+                f"is {'of another history' if found is not None else 'not computed'}"
+            )
 
     def _encode(self, tile: Tile, weights: int) -> None:
         picture, number = tile

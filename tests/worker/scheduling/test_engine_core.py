@@ -50,7 +50,7 @@ class Bench:
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.clock = Clock()
-        self.runner = ToyRunner(limits.block_size)
+        self.runner = ToyRunner(limits)
         self.core = EngineCore(self.runner, limits, self.clock)
 
     def handle(self, *messages: ToWorker) -> list[FromWorker]:

@@ -52,7 +52,7 @@ class CheckingRunner(ToyRunner):
     """Checks how many tokens of prompts a step computes, and how many lie between two tokens of a sequence."""
 
     def __init__(self, limits: Limits) -> None:
-        super().__init__(limits.block_size)
+        super().__init__(limits)
         self._limits = limits
         self._prompt_tokens: dict[Sequence, int] = {}  # since the latest token of each that decodes
 

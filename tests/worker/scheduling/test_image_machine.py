@@ -62,7 +62,7 @@ class CheckingRunner(ToyRunner):
     """Checks how many tiles a step encodes, and that no sequence waits beside it."""
 
     def __init__(self, limits: Limits) -> None:
-        super().__init__(limits.block_size, limits.tile)
+        super().__init__(limits)
         self._limits = limits
         self.core: EngineCore | None = None
 

@@ -64,6 +64,7 @@ class SessionHolder:
     overflow: Overflow = "refuse"
     history: tuple[Turn, ...] = ()  # that it is opened with, as `messages`
     messages: list[dict[str, Any]] | None = None
+    deadline: float = math.inf  # of opening it
     session: Session | None = None
     error: EngineError | None = None
     ended: bool = False
@@ -75,22 +76,14 @@ class SessionHolder:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
     async def run(self) -> None:
-        deadline = trio.current_time() + (math.inf if self.timeout is None else self.timeout)
+        if self.timeout is not None:
+            self.deadline = trio.current_time() + self.timeout
         try:
             with self.scope:
-                opening = self.engine.open_session(
-                    wait=self.wait, timeout=self.timeout, overflow=self.overflow, history=self.messages
-                )
-                async with opening as session:
-                    self.session = session
-                    try:
-                        await self.leave.wait()
-                    finally:
-                        self.left = True
-                await session.ended()
+                await self._hold()
         except (EngineOverloaded, EngineAsleep, EngineClosed, TimedOut) as exc:
             assert self.session is None, "only entering is refused"
-            check_not_admitted(exc, self.engine, wait=self.wait, deadline=deadline)
+            check_not_admitted(exc, self.engine, wait=self.wait, deadline=self.deadline)
             self.error = exc
         except SessionEnded as exc:
             assert self.session is None and self.wait is not False, "only a session in the line is ended so"
@@ -99,11 +92,28 @@ class SessionHolder:
             self.over = True
             self.life.end()
 
+    async def _hold(self) -> None:
+        opening = self.engine.open_session(
+            wait=self.wait, timeout=self.timeout, overflow=self.overflow, history=self.messages
+        )
+        async with opening as session:
+            self.session = session
+            try:
+                await self.leave.wait()
+            finally:
+                self.left = True
+        await session.ended()
+
     def end(self) -> None:
         """End the session, if it was opened."""
         if self.session is not None:
             self.ended = True
             self.session.end()
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for a slot, or for room for its images."""
+        return self.session is None and not self.over
 
     @property
     def is_open(self) -> bool:
@@ -134,6 +144,7 @@ class Reader:
     timeout: float | None
     wait: bool | None
     media: str = ""  # names of pictures
+    label: str = ""
     generation: Generation | None = None
     error: EngineError | None = None
     task: trio.lowlevel.Task | None = None
@@ -162,6 +173,7 @@ class Reader:
                     keep_partial=self.keep_partial,
                     timeout=self.timeout,
                     wait=self.wait,
+                    label=self.label,
                 )
                 async with self.generation as generation:
                     self.entered = True
@@ -173,16 +185,20 @@ class Reader:
                 assert inside.is_settled(generation) or not in_time, "leaving waits until the worker has let go"
         except EngineError as exc:
             self.error = exc
-            check_refused(exc, self.holder.engine, FOR_A_REQUEST, wait=self.wait, deadline=self.deadline)
             if isinstance(exc, TimedOut):
                 check_timed_out(exc, self.generation)
-            if not self.entered:
-                check_dropped(exc, session)
+            self._judge(exc, session)
         except (Oops, PreparationFailed):
             pass
         finally:
             self.over = True
             self.life.end()
+
+    def _judge(self, error: EngineError, session: Session) -> None:
+        """Check an error in the step in which it is raised."""
+        check_refused(error, self.holder.engine, FOR_A_REQUEST, wait=self.wait, deadline=self.deadline)
+        if not self.entered:
+            check_dropped(error, session)
 
     async def _read(self, generation: Generation) -> None:
         if self.style is Style.STALLED:
@@ -217,6 +233,8 @@ class Reader:
         token_ids = tuple(token for chunk in self.chunks for token in chunk.token_ids)
         assert text == completion.text, f"the chunks give {text!r}, the completion {completion.text!r}"
         assert token_ids == completion.token_ids, "the chunks give other tokens than the completion"
+        logprobs = tuple(each for chunk in self.chunks for each in chunk.logprobs or ())
+        assert logprobs == (completion.logprobs or ()), "the chunks give other logprobs than the completion"
 
     @property
     def is_stalled(self) -> bool:
@@ -251,10 +269,10 @@ def check_timed_out(error: TimedOut, generation: Generation | None) -> None:
     )
 
 
-Task = TypeVar("Task", SessionHolder, Reader)
+Task = TypeVar("Task", bound=SessionHolder | Reader)
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """A task that awaits one call; `allowed` are the errors that are documented for it."""
 

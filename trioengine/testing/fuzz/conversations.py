@@ -28,6 +28,7 @@ from trioengine.testing.toy_model import (
     toy_answer,
     toy_embeddings,
     toy_file,
+    toy_logprobs,
     toy_model,
     toy_next,
     toy_value,
@@ -302,8 +303,10 @@ def check_answer(
         *weights[:1],
         ignore_eos=params.ignore_eos,
         min_tokens=params.min_tokens,
+        stop_token_ids=params.stop_token_ids,
         images=images,
     )
+    check_logprobs(completion, params)
     if completion.finish_reason is FinishReason.ABORT:
         assert completion.cause in causes, f"aborted by {completion.cause}, there were {causes or 'no causes'}"
         assert not ids or ids != expected.token_ids, f"the whole answer {text!r} came, and is an abort"
@@ -318,6 +321,13 @@ def check_answer(
     assert completion.cause is None, "only an abort has a cause"
     usage = completion.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(ids)), f"counted wrongly: {usage}"
+
+
+def check_logprobs(completion: Completion, params: SamplingParams) -> None:
+    """Each token has its logprobs, if they were asked for, and none has any if not."""
+    found, top = completion.logprobs, params.logprobs
+    due = None if top is None else tuple(toy_logprobs(token, top) for token in completion.token_ids)
+    assert found == due, f"the logprobs of {completion.token_ids} are {found}, the model's are {due}"
 
 
 class Answer:
@@ -357,14 +367,16 @@ def reference(
     *,
     ignore_eos: bool = False,
     min_tokens: int = 0,
+    stop_token_ids: tuple[int, ...] = (),
     images: tuple[ToyImage, ...] = (),
 ) -> Answer:
-    """The model's answer, by its own arithmetic: the end token and stop strings do not end a shorter answer."""
+    """The model's answer, by its own arithmetic: end tokens and stop strings do not end a shorter answer."""
     length = max(max_tokens, 0) if prompt else 0  # a prompt may be longer than the context
     ids = tuple(toy_answer(prompt, length, ignore_eos=True, weights=weights, images=images))
-    ends = [at + 1 for at, token in enumerate(ids) if token == IM_END and at + 1 >= min_tokens and not ignore_eos]
+    end_tokens = {*stop_token_ids} | (set() if ignore_eos else {IM_END})
+    ends = [at + 1 for at, token in enumerate(ids) if token in end_tokens and at + 1 >= min_tokens]
     ids = ids[: min(ends, default=length)]
-    shown = [at for at, token in enumerate(ids) if token != IM_END]
+    shown = [at for at, token in enumerate(ids) if token != IM_END and not (ends and at + 1 == len(ids))]
     text = bytes(ids[at] for at in shown).decode("ascii")  # a token is a character, or hidden
     stops = [
         (shown[at + len(string) - 1] + 1, at)

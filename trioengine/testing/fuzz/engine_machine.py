@@ -9,8 +9,9 @@ from hypothesis.stateful import initialize, precondition
 
 from trioengine.core.errors import EngineOverloaded, SessionBusy
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause
 from trioengine.testing.fuzz import inside
-from trioengine.testing.fuzz.callers import UNPREPARED, Reader, Style, latest_first
+from trioengine.testing.fuzz.callers import UNPREPARED, Reader, SessionHolder, Style, latest_first
 from trioengine.testing.fuzz.conversations import (
     MEDIA,
     Turn,
@@ -191,7 +192,7 @@ class EngineMachine(SessionsMachine):
     def _stop_or_end(self, reader: Reader, what: str) -> None:
         if what == "end":
             self._note_moment(reader, what)
-            reader.holder.end()
+            self._end(reader.holder)
         else:
             self._stop(reader, what)
 
@@ -258,7 +259,12 @@ class EngineMachine(SessionsMachine):
             case "cancel":
                 holder.scope.cancel()
             case "end":
-                holder.end()
+                self._end(holder)
+
+    def _end(self, holder: SessionHolder) -> None:
+        if holder.session is not None and (request := inside.request_of(holder.session)) is not None:
+            self.requests.fix_cause([request], Cause.CLIENT)
+        holder.end()
 
     @precondition(lambda self: self.open_holders)
     @recorded(which=WHICH, turns=st.integers(0, 2))

@@ -14,15 +14,17 @@ from hypothesis.stateful import initialize, precondition
 from trioengine.core.connection import Connection
 from trioengine.core.errors import TransitionFailed
 from trioengine.core.messages import Fatal, FatalCode
+from trioengine.core.types import Cause
 from trioengine.testing.fuzz import inside, inside_payloads
 from trioengine.testing.fuzz.faults import Harm
+from trioengine.testing.fuzz.leftovers import check_empty, check_tasks
 from trioengine.testing.fuzz.oracles import (
+    all_going,
     check_books,
     check_call,
     check_line,
     check_shutdown,
     check_stopped,
-    num_going,
 )
 from trioengine.testing.fuzz.payload_watch import ImageStates, PayloadWatch
 from trioengine.testing.fuzz.program import JUMPS, recorded
@@ -31,6 +33,7 @@ from trioengine.testing.simulated_process import SIGSEGV
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.simulation import SealFailure
 
+SOON = (0.5, 0.0)  # timeouts of a drain
 UNHARMFUL = 1.5  # seconds that no worker is killed for
 SLOW = 5.0  # seconds of a slow step, which harms no request: longer than between two PINGs, shorter than the timeouts
 WORKER_OUTAGES = ("hang", "stall", "slow step", "garbage", "nonsense", "close pipe", "fatal")
@@ -136,6 +139,7 @@ class Environment(World):
         if self.waited > UNHARMFUL:
             self._harm()
         self.loop.clock.jump(seconds)
+        self.bounds.interrupt()
         self.loop.tick()
 
     # ---- faults -----------------------------------------------------------------------------------------------------
@@ -173,8 +177,10 @@ class Environment(World):
             case "start stalls":
                 self.faults.begin(Harm.WORKERS)
                 self.simulation.stalled_starts = 1
-            case "drain" | "drain soon":
-                self._begin_drain(self._drain, None if way == "drain" else 0.5)
+            case "drain":
+                self._begin_drain(self._drain, None)
+            case "drain soon":
+                self._begin_drain(self._drain, SOON[len(self.calls) % len(SOON)])
             case "close":
                 self._excuse_shutdown()
                 self.engine.close()
@@ -200,9 +206,10 @@ class Environment(World):
     def _abort_all(self, *, keep_waiting: bool) -> None:
         self.faults.strike(Harm.ABORT_ALL)
         in_flight = {inside.request_of(session) for session in inside.sessions(self.engine)}
-        due = num_going(self.engine, with_waiting=not keep_waiting)
+        going = all_going(self.engine, with_waiting=not keep_waiting)
+        self.requests.fix_cause(going, Cause.ABORT_ALL)
         ended = self.engine.abort_all(keep_waiting=keep_waiting)
-        assert ended == due, f"abort_all() returned {ended}, and {due} were going"
+        assert ended == len(going), f"abort_all() returned {ended}, and {len(going)} were going"
         check_stopped(self.engine, in_flight)
         if not keep_waiting:
             check_line(self.engine)
@@ -213,6 +220,7 @@ class Environment(World):
         self._raise_crash()
         self._let_go()
         self._check()
+        self._check_left()
         self._excuse_shutdown()
         self.engine.close()
         self._run_out(lambda: self.engine_call.over, "the engine does not end")
@@ -221,11 +229,18 @@ class Environment(World):
         assert taken == len(inside.sessions(self.engine)) == 0, f"{taken} session slots are not free"
         self.requests.check(self.engine)
         assert self.loop.idle, f"tasks are left:\n{self.loop.stacks()}"
+        check_empty(self.engine, None)
         for worker in self.simulation.workers:
             assert worker.reaped, f"worker {worker.pid} was not reaped"
         for worker in self.simulation.workers:
             if worker in self.served and worker not in self.harmed and worker.exit_code != -SIGSEGV:
                 check_shutdown(worker)
+
+    def _check_left(self) -> None:
+        """All callers have gone: the engine, and a worker that is well, hold nothing of them."""
+        if self.is_well and self.engine_call.task is not None:
+            check_empty(self.engine, self._worker())
+            check_tasks(self.engine_call.task)
 
     def _close(self) -> None:
         super()._close()

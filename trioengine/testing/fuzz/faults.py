@@ -24,6 +24,7 @@ class Harm(enum.Enum):
     SLEEP = "sleep"
     SHUTDOWN = "shutdown"
     ABORT_ALL = "abort all"
+    DISPLACES = "displaces"  # a connection makes room for another, before it has asked for anything
 
 
 _CAUSES = {Harm.SLEEP: Cause.SLEEP, Harm.SHUTDOWN: Cause.SHUTDOWN, Harm.ABORT_ALL: Cause.ABORT_ALL}

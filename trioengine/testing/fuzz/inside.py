@@ -14,9 +14,10 @@ import trio
 
 from trioengine.actors import audit
 from trioengine.actors.engine import Engine
-from trioengine.actors.generation import Generation
+from trioengine.actors.generation import Generation, ReadableRequest
 from trioengine.actors.images import KeptImages as KeptImages
 from trioengine.actors.images import RequestImages as RequestImages
+from trioengine.actors.incarnation import LAST_FRAMES_TIMEOUT as LAST_FRAMES_TIMEOUT
 from trioengine.actors.link import Link as Link
 from trioengine.actors.payload import Payload as Payload
 from trioengine.actors.power import DO_NOT_WAKE as DO_NOT_WAKE
@@ -28,7 +29,7 @@ from trioengine.actors.session_actor import SessionActor as SessionActor
 from trioengine.actors.waiting_line import WaitingLine
 from trioengine.actors.waiting_line import waits_for as waits_for
 from trioengine.core.connection import Connection
-from trioengine.core.lifecycle import Phase, Power
+from trioengine.core.lifecycle import Phase, Power, PowerStage
 from trioengine.core.messages import AddMessage
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.worker.scheduling.images import Picture
@@ -90,6 +91,16 @@ def num_retired(engine: Engine) -> int:
     return engine.runtime.supervisor.retired
 
 
+def is_finishing(engine: Engine) -> bool:
+    """Whether a sleep or an update lets the requests in flight finish."""
+    return engine.runtime.gate.stage in (PowerStage.FINISHING_TO_SLEEP, PowerStage.FINISHING_TO_UPDATE)
+
+
+def num_incarnations(engine: Engine) -> int:
+    """Workers that were started, or could not be."""
+    return engine.runtime.supervisor.incarnations
+
+
 def worker_connection(engine: Engine) -> Connection | None:
     """The engine's end of the protocol with the worker that there is."""
     incarnation = engine.runtime.supervisor.current
@@ -144,6 +155,11 @@ def record(generation: Generation | Request) -> Request:
     return generation._state
 
 
+def _readable(generation: Generation | Request) -> ReadableRequest:
+    """The record behind a request's handle, of an engine or of a client."""
+    return generation._state if isinstance(generation, Generation) else generation
+
+
 def phase(session: Session | SessionActor) -> Phase:
     """The session's phase in the lifecycle table."""
     return actor(session).phase
@@ -176,6 +192,18 @@ def is_going(generation: Generation | Request) -> bool:
     return is_in_flight(generation) and session_of(generation).phase in GOING
 
 
+def is_undecided(generation: Generation | Request) -> bool:
+    """Whether an abort would end the request: it has no outcome, and was not aborted."""
+    return record(generation).outcome is None and (is_going(generation) or not is_in_flight(generation))
+
+
+def is_aborted(generation: Generation | Request) -> bool:
+    """Whether an abort, or the end of its session, has stopped the request, with or without an outcome."""
+    outcome = record(generation).outcome
+    is_stopping = is_in_flight(generation) and outcome is None and session_of(generation).phase in STOPPING
+    return is_stopping or (outcome is not None and outcome.cause is not None)
+
+
 def has_id(generation: Generation | Request) -> bool:
     """Whether the request was admitted and has its id."""
     return record(generation).id is not None
@@ -183,12 +211,12 @@ def has_id(generation: Generation | Request) -> bool:
 
 def is_settled(generation: Generation | Request) -> bool:
     """Whether the worker has finished with the request and its slot is free."""
-    return record(generation).settled.is_set()
+    return _readable(generation).settled.is_set()
 
 
 def is_timed_out(generation: Generation | Request) -> bool:
     """Whether the request's timeout has ended it."""
-    return record(generation).is_timed_out
+    return _readable(generation).is_timed_out
 
 
 def num_tokens(generation: Generation | Request) -> int:

@@ -32,8 +32,8 @@ BETWEEN = 1024  # characters of other events, at most, between a check for room 
 
 
 def set_max_buffered_bytes(server: Server, num_bytes: int) -> None:
-    """Change the budget of bytes that the server keeps for its clients."""
-    server.budget._max_bytes = num_bytes
+    """Change the budget of bytes that the server keeps for its clients, and for those of a key."""
+    server.budget._max_bytes = server.budget._max_bytes_per_key = num_bytes
 
 
 def num_buffered_bytes(server: Server) -> int:
@@ -45,6 +45,11 @@ def connection_slots(server: Server) -> list[tuple[int, int]]:
     """How many connections fit, and how many more do now: of those that are served, and of those that are refused."""
     places = (server.connections._slots, server.connections._beyond)
     return [(each.count, each.left) for each in places]
+
+
+def keys_in_use(server: Server) -> list[bytes]:
+    """The digests of the keys for which the server counts requests or bytes."""
+    return [*server.connections._access._sessions, *server.budget._of_keys]
 
 
 def has_cut_connections(server: Server) -> bool:

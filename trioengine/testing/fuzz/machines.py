@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from trioengine.testing.fuzz.client_machine import ClientMachine
 from trioengine.testing.fuzz.core_machine import CoreMachine
 from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.http_machine import HttpMachine
@@ -16,7 +17,14 @@ from trioengine.testing.fuzz.power_machine import PowerMachine
 from trioengine.testing.fuzz.program import Program
 from trioengine.testing.fuzz.realtime_machine import RealtimeMachine
 
-_ALL: tuple[type[Machine], ...] = (EngineMachine, PowerMachine, RealtimeMachine, HttpMachine, CoreMachine)
+_ALL: tuple[type[Machine], ...] = (
+    EngineMachine,
+    PowerMachine,
+    RealtimeMachine,
+    HttpMachine,
+    ClientMachine,
+    CoreMachine,
+)
 MACHINES = {machine.__name__: machine for machine in _ALL}
 _SHORT = {name.removesuffix("Machine").lower(): name for name in MACHINES}
 

@@ -38,7 +38,10 @@ from trioengine.testing.fuzz.conversations import (
     shortened,
 )
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults
+from trioengine.testing.fuzz.request_log import RequestLog
 from trioengine.testing.simulated_worker import SimulatedWorker
+
+ONE_SHOTS = ("ask", "raw", "show")  # calls that open a session
 
 
 def check_books(engine: Engine) -> None:
@@ -79,23 +82,26 @@ def check_line(engine: Engine) -> None:
     assert not waiting, f"all were aborted, and {waiting} wait in line"
 
 
-def num_going(engine: Engine, *, with_waiting: bool) -> int:
-    """How many requests an abort of all is to end: without an outcome, and not aborted before."""
-    return sum(
-        generation.outcome is None and (not inside.is_in_flight(generation) or inside.is_going(generation))
-        for _, generation in inside.requests(engine)
-        if with_waiting or inside.is_in_flight(generation)
-    )
+def all_going(engine: Engine, *, with_waiting: bool) -> list[inside.Request]:
+    """The requests that an abort of all is to end: without an outcome, and not aborted before."""
+    return [
+        request
+        for _, request in inside.requests(engine)
+        if (with_waiting or inside.is_in_flight(request)) and inside.is_undecided(request)
+    ]
 
 
-def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults) -> None:
+def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults, requests: RequestLog) -> None:
     """A request that is over: one outcome, and the text that the model gives for its history, as far as it goes.
 
     An error has its reason in the injected faults.
     """
     generation = reader.generation
+    causes = requests.causes_of(generation, faults.causes(reader.life) | reader.causes)
     if generation is None or not reader.entered:
         _check_refusal(reader, max_model_len, faults)
+        cause = None if generation is None or generation.outcome is None else generation.outcome.cause
+        assert cause is None or cause in causes, f"aborted on its way in by {cause}, the first cause was {causes}"
         return
     outcome = generation.outcome
     assert outcome is not None, f"{reader} is over without an outcome"
@@ -110,6 +116,7 @@ def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults) -> 
         match outcome.error:
             case WorkerLost():
                 assert faults.hit(reader.life, Harm.WORKERS), f"no worker was harmed, and {outcome.error!r}"
+                assert not requests.is_fixed(generation), f"it was aborted by {causes}, and then {outcome.error!r}"
                 _check_lost(reader, generation, faults)
             case RequestRejected() as error:
                 assert too_long or check_failed_image(error, generation, turns), f"nothing was wrong, and {expected}"
@@ -119,7 +126,6 @@ def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults) -> 
                 assert isinstance(error, EngineClosed), f"a request ends with {expected}"
                 assert faults.closing, f"the engine was not closed, and {expected}"
         return
-    causes = faults.causes(reader.life) | reader.causes
     check_answer(generation.completion, prompt, reader.params, max_model_len, causes, faults.paths, images)
     if generation.completion.token_ids:
         found_turns = generation.completion.dropped_turns
@@ -187,6 +193,29 @@ def check_deadline(reader: Reader) -> None:
     assert reader.over or reader.is_stalled, f"its time is over, and its reader waits: {generation}"
 
 
+def check_opening(holder: SessionHolder) -> None:
+    """No task can run: a session whose time to open is over is open, or its holder has left."""
+    is_late = trio.current_time() >= holder.deadline and holder.waits
+    assert not is_late, f"it had {holder.timeout} s to be opened, and waits on: {holder}"
+
+
+def check_served(
+    holders: Sequence[SessionHolder], readers: Sequence[Reader], calls: Sequence[Call], max_sessions: int
+) -> None:
+    """Nothing moves, the worker is well, and the engine does not sleep: only a session that finds no slot waits.
+
+    A one-shot call waits for one, too. A reader that reads nothing has its answer.
+    """
+    taken = sum(holder.session is not None and not holder.over for holder in holders)
+    waiting: list[object] = [
+        reader for reader in readers if not reader.over and not (reader.entered and reader.is_stalled)
+    ]
+    is_full = taken >= max_sessions
+    waiting += [call.name for call in calls if not call.over and not (is_full and call.name in ONE_SHOTS)]
+    waiting += [holder for holder in holders if holder.waits and not is_full]
+    assert not waiting, f"nothing moves, {taken} of {max_sessions} session slots are taken, and it waits: {waiting}"
+
+
 def check_aborted(reader: Reader) -> None:
     """Right after an abort: the request does not go on."""
     session, generation = reader.holder.session, reader.generation
@@ -240,6 +269,13 @@ def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Ses
     suspended = inside.num_suspended(engine) if engine.power.asleep else 0
     waits = f", but for {suspended} that wait for a wake" if suspended else ""
     assert in_flight == suspended, f"{in_flight} requests are in flight, the worker has none{waits}"
+
+
+def num_prompt_tokens(reader: Reader) -> int:
+    """The tokens of a request's prompt, which was entered."""
+    assert reader.generation is not None, "it was entered"
+    turns, _ = asked(reader, _committed_before(reader, reader.generation.request_id))
+    return len(prompt_ids(turns))
 
 
 def _committed_before(reader: Reader, request_id: int) -> tuple[Turn, ...]:

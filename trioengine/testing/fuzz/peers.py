@@ -56,6 +56,10 @@ class PeersEnvironment(Environment, Generic[Client]):
                 client.peer_state = PeerState.WELL
             case "garbage":
                 client.send_garbage()
+        self._gone(client, how)
+
+    def _gone(self, client: Client, how: str) -> None:
+        """A client went in this way."""
 
     @precondition(lambda self: self.targets)
     @recorded(which=WHICH, to_server=st.integers(0, 400), to_client=st.integers(0, 400))
@@ -102,6 +106,7 @@ class PeersEnvironment(Environment, Generic[Client]):
             self._received = zlib.crc32(data, self._received)
 
     def _join(self, client: Client) -> None:
+        client.name = f"client {len(self.clients) + 1}"
         client.on_bytes.append(self._receive)
         if self.trace is not None:
             client.on_bytes.append(functools.partial(self.trace.bytes_arrived, len(self.clients) + 1))

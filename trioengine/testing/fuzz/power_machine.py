@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -11,16 +11,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
 from trioengine.actors.observer import Observer, Slot
+from trioengine.actors.power_change import PowerState
 from trioengine.core.errors import EngineAsleep, TransitionFailed
 from trioengine.core.lifecycle import Power
 from trioengine.core.power import ALL_TAGS, Tag, TagName
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz import inside
-from trioengine.testing.fuzz.callers import Style
+from trioengine.testing.fuzz.callers import Call, Style
 from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.fuzz.oracles import check_line
 from trioengine.testing.fuzz.program import recorded
+from trioengine.testing.fuzz.promptness import Wait
 from trioengine.testing.fuzz.sessions_machine import WHICH
 from trioengine.testing.fuzz.world import CONFIG, EngineFactory, make_engine
 from trioengine.testing.simulated_worker import Health
@@ -39,6 +41,7 @@ class Change:
     closes: bool  # admission, while it is not done
     made: Any
     life: Life
+    timeout: float | None  # of the requests in flight
 
     @property
     def over(self) -> bool:
@@ -59,15 +62,15 @@ class Changes(Observer):
         self.asleep: frozenset[Tag] = frozenset()
         self.level = 0
         self.paths = ["", "toy"]  # by version
-        self._expected: tuple[str, tuple[Any, ...]] | None = None  # until the end of the step
+        self._expected: tuple[str, tuple[Any, ...], float | None] | None = None  # until the end of the step
         self._discarded = False
         self._awaits_update = False
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
-    def expect(self, name: str, *arguments: Any) -> None:
+    def expect(self, name: str, *arguments: Any, timeout: float | None) -> None:
         """The current task is about to request this change, in this step."""
-        self._expected = name, arguments
+        self._expected = name, arguments, timeout
 
     def forget_expected(self) -> None:
         """The request was refused, or is over."""
@@ -75,9 +78,9 @@ class Changes(Observer):
 
     def change_requested(self, change: object) -> None:
         assert self._expected is not None and isinstance(change, inside.PowerChange), "machines announce changes"
-        name, arguments = self._expected
+        name, arguments, timeout = self._expected
         self._expected = None
-        self.requested.append(Change(name, arguments, name in CLOSING, change, Life(self._faults)))
+        self.requested.append(Change(name, arguments, name in CLOSING, change, Life(self._faults), timeout))
 
     @property
     def may_be_closed(self) -> bool:
@@ -160,6 +163,9 @@ class PowerMachine(EngineMachine):
         self.engine.observers += [self.changes, _Admissions(self)]
         self._ends_line = False  # the change that is requested in this step empties the lines
         self.faults.paths = self.changes.paths
+        self.states: list[PowerState] = []
+        self._reading = Call(Life(self.faults), "states", self._read_states, ())
+        self.loop.start_soon(self._reading.run, name="states")
 
     # ---- who runs the engine --------------------------------------------------------------------------------------
 
@@ -176,7 +182,7 @@ class PowerMachine(EngineMachine):
         timeout = self._excuse_aborts(mode)
         waits = mode == "abort in flight"
         call = functools.partial(self.engine.sleep, level, mode=_name(mode), timeout=timeout, keep_waiting=waits)
-        self._change("sleep", call, level, ends_line=mode == "abort")
+        self._change("sleep", call, level, timeout=timeout, ends_line=mode == "abort")
 
     @recorded(tags=st.sampled_from((None, None, "weights", "kv_cache")), reload=st.sampled_from((True, True, False)))
     def wake(self, tags: TagName | None, reload: bool) -> None:
@@ -186,7 +192,7 @@ class PowerMachine(EngineMachine):
     def update(self, path: str, mode: str) -> None:
         timeout = self._excuse_aborts(mode)
         call = functools.partial(self.engine.update_weights, path, mode=_name(mode), timeout=timeout)
-        self._change("update", call, path)
+        self._change("update", call, path, timeout=timeout)
 
     @precondition(lambda self: self.worker is not None)
     @recorded()
@@ -208,6 +214,12 @@ class PowerMachine(EngineMachine):
             self.faults.begin(Harm.WORKERS)
             self.simulation.poisoned[generation.request_id] = num_tokens
 
+    async def _read_states(self) -> None:
+        with self.engine.states() as states:
+            async for state in states:
+                assert not self.states or state != self.states[-1], f"it is {state}, and is published twice"
+                self.states.append(state)
+
     # ---- overrides --------------------------------------------------------------------------------------------------
 
     def _excuse_aborts(self, mode: str) -> float | None:
@@ -219,13 +231,21 @@ class PowerMachine(EngineMachine):
             self.faults.begin(Harm.SLEEPS_ABORT)
         return 0.5 if mode == "wait soon" else None
 
-    def _change(self, name: str, call: Callable[[], Awaitable[None]], *arguments: Any, ends_line: bool = False) -> None:
-        self._call(name, lambda: self._request_change(name, call, arguments, ends_line), (TransitionFailed,))
+    def _change(
+        self,
+        name: str,
+        call: Callable[[], Awaitable[None]],
+        *arguments: Any,
+        timeout: float | None = None,
+        ends_line: bool = False,
+    ) -> None:
+        expect = functools.partial(self.changes.expect, name, *arguments, timeout=timeout)
+        self._call(name, lambda: self._request_change(call, expect, ends_line), (TransitionFailed,))
 
     async def _request_change(
-        self, name: str, call: Callable[[], Awaitable[None]], arguments: tuple[Any, ...], ends_line: bool
+        self, call: Callable[[], Awaitable[None]], expect: Callable[[], None], ends_line: bool
     ) -> None:
-        self.changes.expect(name, *arguments)
+        expect()
         self._ends_line = ends_line
         try:
             await call()
@@ -240,6 +260,12 @@ class PowerMachine(EngineMachine):
             self.faults.begin(Harm.SHUTDOWN)
         super()._begin_drain(drain, timeout)
 
+    def _waits(self) -> Iterator[Wait]:
+        yield from super()._waits()
+        running = self.changes.running
+        if running and running[0].timeout is not None and inside.is_finishing(self.engine):
+            yield Wait(running[0].made, running[0].timeout, f"{running[0].name} waits for the requests in flight")
+
     def _learn(self) -> None:
         self.changes.learn(self._excuse)
 
@@ -252,6 +278,9 @@ class PowerMachine(EngineMachine):
     def _check(self) -> None:
         self._learn()
         super()._check()
+        assert self._reading.over >= self.engine_call.over, "the engine is over, and its states go on"
+        latest = self.states[-1]
+        assert latest == self.engine.power, f"published was {latest}, and the engine is {self.engine.power}"
         if self.faults.closing or self.changes.running:
             return
         state, changes = self.engine.power, self.changes
@@ -283,6 +312,8 @@ class PowerMachine(EngineMachine):
                 break
             self._change("wake", self.engine.wake, None, True)
         super()._let_go()
+        self._reading.scope.cancel()
+        self._run_out(lambda: self._reading.over, "the reader of the states was cancelled, and goes on")
 
 
 def _name(mode: str) -> Literal["abort", "wait", "keep"]:

@@ -4,129 +4,81 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trioengine.core.types import FinishReason
+from trioengine.serve.config import ServeConfig
 from trioengine.serve.realtime.connection import GOING_AWAY, TRY_AGAIN_LATER
 from trioengine.serve.realtime.outbox import AWAKE
 from trioengine.serve.realtime.response import MAX_OUT_OF_BAND
-from trioengine.testing.fuzz.conversations import (
-    Answer,
-    Content,
-    Turn,
-    check_seen,
-    is_failed,
-    is_refused,
-    item_content,
-    pictures_of,
-    prompt_of,
-    reference,
-    shortened,
-    text_of,
-)
+from trioengine.testing.fuzz.conversations import Content, Turn, is_refused, item_content, pictures_of, text_of
 from trioengine.testing.fuzz.faults import InjectedFaults, Life
+from trioengine.testing.fuzz.realtime_response import Asked, FollowedResponse
+from trioengine.testing.fuzz.realtime_shapes import check_event
 from trioengine.testing.simulated_peer import PeerState, SimulatedClient
+
+PATH = "/v1/realtime"
+ITEM_SIZE = 512  # bytes that an item counts, beside its texts; an image counts as many
+ALWAYS_REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {  # an event, and the code and the param of its error
+    "odd": ("conversation.fly", {}, "unknown_event", "type"),
+    "unknown field": ("session.update", {"session": {"voice": "x"}}, "unsupported_parameter", "session.voice"),
+    "too hot": ("session.update", {"session": {"temperature": 101}}, "invalid_value", "session.temperature"),
+    "no session": ("session.update", {}, "missing_parameter", "session"),
+    "no item": ("conversation.item.retrieve", {"item_id": "none"}, "item_not_found", "item_id"),
+    "wrong role": (
+        "conversation.item.create",
+        {"item": {"type": "message", "role": "x", "content": []}},
+        "invalid_value",
+        "item.role",
+    ),
+    "no parts": (
+        "conversation.item.create",
+        {"item": {"type": "message", "role": "user", "content": []}},
+        "invalid_value",
+        "item.content",
+    ),
+    "after nothing": (
+        "conversation.item.create",
+        {
+            "item": {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "a"}]},
+            "previous_item_id": "none",
+        },
+        "item_not_found",
+        "previous_item_id",
+    ),
+    "no tokens": (
+        "response.create",
+        {"response": {"max_output_tokens": 0}},
+        "invalid_value",
+        "response.max_output_tokens",
+    ),
+    "no response": ("response.cancel", {"response_id": "none"}, "response_cancel_not_active", "response_id"),
+}
 
 
 @dataclass
-class Asked:
-    """A response.create that was sent."""
+class Owed:
+    """An event of the client that is not answered yet."""
 
-    max_tokens: int
-    is_beside: bool = False  # it belongs to no conversation
-    input: tuple[Turn, ...] | None = None  # in place of the conversation
-    may_be_cancelled: bool = False
-
-
-class FollowedResponse:
-    """A response from response.created to response.done. Raises AssertionError for events that are wrong."""
-
-    def __init__(
-        self,
-        id: str,
-        event_id: str,
-        asked: Asked,
-        turns: tuple[Turn, ...],
-        contents: Mapping[str, Content],
-        max_model_len: int,
-        faults: InjectedFaults,
-        life: Life,
-        *,
-        is_truncated: bool,
-    ) -> None:
-        self.id = id
-        self.event_id = event_id
-        self.asked = asked
-        self.error: dict[str, Any] = {"code": None}  # of an error event about it
-        self._contents = contents  # of the items that it goes on from, by their ids
-        self._turns, self._dropped_turns = turns, 0
-        if is_truncated:
-            self._turns, self._dropped_turns = shortened(turns, max_model_len, asked.max_tokens)
-        self._num_dropped = len(turns) - len(self._turns)  # messages
-        self._prompt, self._images = prompt_of(self._turns)
-        self._room = max_model_len - len(self._prompt)
-        self._faults = faults
-        self._life = life
-        self._text = ""
-
-    def add(self, delta: str) -> None:
-        self._text += delta
-
-    def check_text(self, text: str) -> None:
-        assert text == self._text, f"the deltas give {self._text!r}, and then {text!r}"
-
-    def end(self, response: dict[str, Any]) -> None:
-        """Check response.done: the answer is the model's, or a part of it for a reason."""
-        text = "".join(part["text"] for item in response["output"] for part in item["content"])
-        self.check_text(text)
-        length = min(self._room, self.asked.max_tokens)
-        expected = reference(self._prompt, length, (), images=self._images) if self._room > 0 else None
-        if text:
-            check_seen(self._images)
-        if response["status"] != "failed":
-            tokens = {name: response["usage"][f"{name}_tokens"] for name in ("total", "input", "output")}
-            assert tokens["total"] == tokens["input"] + tokens["output"], f"the usage is {tokens}"
-            dropped = response["dropped_turns"], len(response["dropped_item_ids"])
-            assert dropped == (self._dropped_turns, self._num_dropped), f"dropped are {dropped} turns and items"
-        self._check_status(response, text, expected)
-        assert expected is None or expected.text.startswith(text), (
-            f"{text!r} is not part of the model's answer {expected.text!r}"
-        )
-
-    def _check_status(self, response: dict[str, Any], text: str, expected: Answer | None) -> None:
-        match response["status"]:
-            case "failed":
-                code = response["status_details"]["error"]["code"]
-                assert self.error["code"] == code, f"it failed by {code}, the error before it was {self.error}"
-                is_excused = expected is None or self._faults.excuse(code, self._life)
-                assert is_excused or self._is_failed_by_an_image(code), f"nothing may fail by {self.error}"
-            case "cancelled":
-                assert self.asked.may_be_cancelled, "it was not cancelled"
-            case "completed" | "incomplete" as status:
-                finish_reason = FinishReason.STOP if status == "completed" else FinishReason.LENGTH
-                assert expected is not None, "there was no room for an answer"
-                assert (text, finish_reason) == (expected.text, expected.finish_reason), (
-                    f"the response is {text!r} and {status}, the model's is {expected.text!r}, {expected.finish_reason}"
-                )
-
-    def _is_failed_by_an_image(self, code: str) -> bool:
-        """Whether it has one that it must fail for; the error names the item that has it."""
-        if self.asked.input is not None:  # the client has no ids of its items
-            return is_failed(code, self._turns, self._faults.dropped)
-        return is_failed(code, [("user", self._contents.get(self.error["param"], ""))], self._faults.dropped)
+    id: str
+    name: str
+    life: Life
+    fields: dict[str, Any]
+    asked: Asked | None = None  # of a response.create
+    content: Content = ""  # of a new item
+    refused: tuple[str, str] | None = None  # the code and the param of its error, where nothing else is right
 
 
-PATH = "/v1/realtime"
-_REFUSALS = ("buffers_full", "conversation_already_has_active_response", "too_many_responses")
 _ANSWERS = ("session.updated", "conversation.item.deleted", "conversation.item.truncated", "response.created")
 
 
 class RealtimeClient(SimulatedClient):
     """Assertions are raised from where its bytes arrive."""
 
-    def __init__(self, max_model_len: int, faults: InjectedFaults) -> None:
+    def __init__(
+        self, config: ServeConfig, max_model_len: int, faults: InjectedFaults, clock: Callable[[], float]
+    ) -> None:
         super().__init__(PATH, self._told)
         self.items: dict[str, Turn] = {}
         self.order: list[str] = []
@@ -134,15 +86,21 @@ class RealtimeClient(SimulatedClient):
         self.truncation = "auto"
         self.num_events = 0
         self.engine_state = AWAKE  # by the last engine.state event
+        self.weight_version: int | None = None  # the same; None before the first
         self.responses: dict[str, FollowedResponse] = {}  # the active ones
+        self._config = config
         self._max_model_len = max_model_len
         self._faults = faults
+        self._clock = clock
         self._ids = itertools.count(1)
-        self._owed: dict[str, str] = {}  # events without an answer yet: event id -> type
-        self._asked: dict[str, Asked] = {}  # of these, the responses
-        self._lives: dict[str, Life] = {}  # of all events that it has sent
-        self._said: dict[str, Content] = {}  # and the contents of the items
+        self._event_ids: set[str] = set()  # of the server
+        self._owed: dict[str, Owed] = {}  # events without an answer yet, by their ids
+        self._cancels: dict[str, str | None] = {}  # events that are answered if they fail: the responses that they name
+        self._in_progress: set[str] = set()  # items
+        self._num_beside = 0  # responses beside the conversation that were created
         self._is_dropped = False  # one of its messages
+        self._deaf_since: float | None = None  # when it came to rest, and read nothing more
+        self._is_spoilt = False  # it has sent garbage
 
     @property
     def response(self) -> str | None:
@@ -154,19 +112,28 @@ class RealtimeClient(SimulatedClient):
 
     # ---- events of the client ---------------------------------------------------------------------------------------
 
-    def ask(self, name: str, *, size: int = 0, **fields: Any) -> str:
-        """Send an event of at least so many bytes, which is answered; returns its id."""
+    def ask(self, name: str, *, size: int = 0, **fields: Any) -> Owed:
+        """Send an event of at least so many bytes, which is answered."""
         id = f"e{next(self._ids)}"
-        self._owed[id] = name
-        self._lives[id] = Life(self._faults)
+        owed = self._owed[id] = Owed(id, name, Life(self._faults), fields)
         self.send(json.dumps({"type": name, "event_id": id, **fields}).ljust(size))
-        return id
+        return owed
 
-    def say(self, content: Content) -> None:
-        self._said[self.ask("conversation.item.create", item=_user_item(content))] = content
+    def ask_wrongly(self, how: str, size: int = 0) -> None:
+        """Send an event that is refused."""
+        name, fields, code, param = ALWAYS_REFUSED[how]
+        owed = self.ask(name, size=size, **fields)
+        owed.refused = code, param
+        if name == "response.create":
+            owed.asked = Asked(0)
 
-    def respond(self, max_tokens: int) -> None:
-        self._create(Asked(max_tokens))
+    def say(self, content: Content, *, first: bool = False) -> None:
+        """Add an item of the user's, at the end or at the beginning."""
+        place: dict[str, Any] = {"previous_item_id": "root"} if first else {}
+        self.ask("conversation.item.create", item=_user_item(content), **place).content = content
+
+    def respond(self, max_tokens: int, metadata: dict[str, str] | None = None) -> None:
+        self._create(Asked(max_tokens, metadata=metadata))
 
     def respond_beside(self, max_tokens: int, content: Content | None = None) -> None:
         """From the conversation, or from this alone."""
@@ -174,11 +141,13 @@ class RealtimeClient(SimulatedClient):
 
     def _create(self, asked: Asked) -> None:
         response: dict[str, Any] = {"max_output_tokens": asked.max_tokens}
+        if asked.metadata is not None:
+            response["metadata"] = asked.metadata
         if asked.is_beside:
             response["conversation"] = "none"
         if asked.input is not None:
             response["input"] = [_user_item(content) for _, content in asked.input]
-        self._asked[self.ask("response.create", response=response)] = asked
+        self.ask("response.create", response=response).asked = asked
 
     def truncate(self, text_end: int) -> bool:
         """Truncate the last answer; False if there has not been one."""
@@ -187,103 +156,209 @@ class RealtimeClient(SimulatedClient):
         self.ask("conversation.item.truncate", **place, text_end=text_end)
         return bool(answers)
 
-    def cancel(self) -> None:
-        """It is answered by an error only, where there is nothing to cancel."""
-        active = (response.asked for response in self.responses.values())
-        for asked in (*self._asked.values(), *active):
-            asked.may_be_cancelled |= not asked.is_beside
-        self.send(json.dumps({"type": "response.cancel"}))
+    def cancel(self, *, by_id: bool = False) -> None:
+        """Cancel the conversation's response; it is answered by an error only, where there is nothing to cancel."""
+        asked = [owed.asked for owed in self._owed.values() if owed.asked is not None]
+        for each in (*asked, *(response.asked for response in self.responses.values())):
+            each.may_be_cancelled |= not each.is_beside
+        self._cancel(self.response if by_id else None)
 
     def cancel_beside(self) -> bool:
         """Cancel one of them; False if none is active."""
         response = next((response for response in self.responses.values() if response.asked.is_beside), None)
-        if response is not None:
-            response.asked.may_be_cancelled = True
-        id = "none" if response is None else response.id
-        self.send(json.dumps({"type": "response.cancel", "response_id": id}))
-        return response is not None
+        if response is None:
+            self.ask_wrongly("no response")
+            return False
+        response.asked.may_be_cancelled = True
+        self._cancel(response.id)
+        return True
+
+    def _cancel(self, response_id: str | None) -> None:
+        id = f"c{next(self._ids)}"
+        self._cancels[id] = response_id
+        named = {} if response_id is None else {"response_id": response_id}
+        self.send(json.dumps({"type": "response.cancel", "event_id": id, **named}))
 
     @property
     def is_active(self) -> bool:
         return self.response is not None
 
-    # ---- responses --------------------------------------------------------------------------------------------------
+    # ---- at rest ----------------------------------------------------------------------------------------------------
 
     def check_at_rest(self) -> None:
-        """Everything is answered; a response may be in progress."""
+        """Everything is answered; a response may be in progress. A client that is deaf is disconnected in time."""
         if self.peer_state is PeerState.WELL and self.accepted and self.can_send:
-            assert not self._owed, f"never answered: {self._owed}"
+            assert not self._owed, f"never answered: {[owed.name for owed in self._owed.values()]}"
             assert not self._is_dropped, "the server dropped a message, and goes on"
+        now, most = self._clock(), 2 * self._config.client_ping_interval + self._config.handshake_timeout
+        if self.peer_state not in (PeerState.STALLED, PeerState.VANISHED) or self.stream.closed:
+            self._deaf_since = None
+        elif self._deaf_since is None:
+            self._deaf_since = now
+        else:
+            waits = now - self._deaf_since
+            assert waits < most, f"a client has answered no ping for {waits:g} s, and is connected"
+
+    def check_closed(self) -> None:
+        """At rest, and the server is closed: its responses are over, and it has said goodbye."""
+        is_served = self.peer_state is PeerState.WELL and self.accepted and self.can_send
+        assert not is_served or self.responses, "the server is closed, and has not said goodbye"
 
     def on_goodbye(self, code: int) -> None:
         assert code != TRY_AGAIN_LATER or self._is_dropped, "no message was dropped"
         assert code != GOING_AWAY or not self.responses, f"a goodbye in the middle of {set(self.responses)}"
+        assert code != GOING_AWAY or self._faults.closing, "the server goes away, and was not drained"
+        assert code in (1000, TRY_AGAIN_LATER, GOING_AWAY) or self._is_spoilt, f"a goodbye with the code {code}"
+
+    def send_garbage(self) -> None:
+        self._is_spoilt = True
+        super().send_garbage()
+
+    # ---- events of the server ---------------------------------------------------------------------------------------
 
     def _told(self, event: dict[str, Any]) -> None:
-        assert event["sequence_number"] == self.num_events, f"event {self.num_events} is {event}"
+        check_event(event, self.num_events, "toy")
+        assert event["event_id"] not in self._event_ids, f"an id is used again: {event}"
+        self._event_ids.add(event["event_id"])
         assert not self._is_dropped or event["type"] not in _ANSWERS, f"a message was dropped, and then {event}"
         self.num_events += 1
         match event["type"]:
             case "session.updated":
-                self._answered("session.update")
-                self.instructions = event["session"]["instructions"]
-                self.truncation = event["session"]["truncation"]
+                self._update(self._answered("session.update"), event["session"])
             case "conversation.item.added":
-                item = event["item"]
-                content: Content = _text_in(item)
-                if item["role"] == "user":
-                    content = self._said.pop(self._answered("conversation.item.create"))
-                self._insert(item, content, event["previous_item_id"])
+                self._add(event)
             case "conversation.item.done":
-                self._finish_item(event["item"])
+                self._finish_item(event)
+            case "conversation.item.retrieved":
+                asked = self._answered("conversation.item.retrieve").fields["item_id"]
+                assert event["item"]["id"] == asked, f"{asked} was asked for, and it is {event['item']}"
+                self._check_shown(event["item"])
             case "conversation.item.deleted":
-                self._answered("conversation.item.delete")
-                self.order.remove(event["item_id"])
-                del self.items[event["item_id"]]
+                self._delete(self._answered("conversation.item.delete"), event["item_id"])
             case "conversation.item.truncated":
-                self._answered("conversation.item.truncate")
-                role, text = self.items[event["item_id"]]
-                assert isinstance(text, str), "it has no pictures"
-                self.items[event["item_id"]] = role, text[: event["text_end"]]
+                self._truncate(self._answered("conversation.item.truncate"), event)
             case "response.created":
                 self._begin(event["response"])
-            case "response.output_text.delta":
-                self._active(event["response_id"]).add(event["delta"])
-            case "response.output_text.done":
-                self._active(event["response_id"]).check_text(event["text"])
             case "response.done":
-                self._end(event["response"])
+                self._active(event["response"]["id"]).end(event["response"])
+                del self.responses[event["response"]["id"]]
             case "engine.state":
-                self.engine_state = event["state"]
+                told = event["state"], event["weight_version"]
+                assert told != (self.engine_state, self.weight_version), f"the state does not change: {event}"
+                self.engine_state, self.weight_version = told
             case "error":
                 self._complain(event["error"])
+            case kind if kind.startswith("response."):
+                self._active(event["response_id"]).events.take(event)
 
-    def _answered(self, name: str) -> str:
+    def _answered(self, name: str) -> Owed:
         """Events are handled in order: the oldest of this type."""
-        id = next((id for id, asked in self._owed.items() if asked == name), None)
+        id = next((id for id, owed in self._owed.items() if owed.name == name and owed.refused is None), None)
         assert id is not None, f"an answer to a {name} that was never sent"
-        del self._owed[id]
-        return id
+        return self._owed.pop(id)
+
+    def _update(self, owed: Owed, session: dict[str, Any]) -> None:
+        for name, value in owed.fields["session"].items():
+            assert session[name] == value, f"{name} was set to {value!r}, and is {session[name]!r}"
+        self.instructions = session["instructions"]
+        self.truncation = session["truncation"]
+
+    # ---- refusals ---------------------------------------------------------------------------------------------------
 
     def _complain(self, error: dict[str, Any]) -> None:
         assert error["code"] != "internal_error", f"the server has a bug: {error}"
         id = error["event_id"]
-        if id is None and error["code"] == "buffers_full":
+        if id is None:
+            assert error["code"] == "buffers_full", f"an error about no event: {error}"
             self._is_dropped = True
-        if id in self._owed:
-            del self._owed[id]
-            asked = self._asked.pop(id, None)
-            refused = asked.input or () if asked is not None else (("user", self._said.pop(id, "")),)
-            self._check_refused(error["code"], [content for _, content in refused], self._lives[id])
-        for response in self.responses.values():
-            if response.event_id == id:
-                response.error = error
+        elif id in self._owed:
+            self._check_refused(self._owed.pop(id), error)
+        elif id in self._cancels:
+            named = self._cancels.pop(id)
+            is_true = self.response is None if named is None else named not in self.responses
+            assert is_true and error["code"] == "response_cancel_not_active", f"{named} is active, and {error}"
+        else:
+            found = [response for response in self.responses.values() if response.event_id == id]
+            assert found, f"an error about an event that was answered: {error}"
+            found[0].error = error
 
-    def _check_refused(self, code: str, contents: list[Content], life: Life) -> None:
-        """An event with pictures is refused where one of them is bad, or where they exceed the budget."""
-        if any(pictures_of(content) for content in contents) and code not in _REFUSALS:
-            is_bad = any(is_refused(code, content) for content in contents)
-            assert is_bad or self._faults.excuse(code, life), f"{contents} is refused by {code}"
+    def _check_refused(self, owed: Owed, error: dict[str, Any]) -> None:
+        """As all events come in order, the client has the conversation before its eyes that the server had."""
+        code = error["code"]
+        if owed.refused is not None and code == owed.refused[0]:
+            assert error["param"] == owed.refused[1], f"it is about {owed.refused[1]}, and refused by {error}"
+            return
+        contents = [content for _, content in owed.asked.input or ()] if owed.asked is not None else [owed.content]
+        if any(is_refused(code, content) for content in contents):
+            return
+        is_shown = any(pictures_of(content) for content in contents)
+        is_excused = code == "buffers_full" or (is_shown and self._faults.excuse(code, owed.life))
+        assert is_excused or self._is_true(owed, code), f"{owed.name} {owed.fields} is refused by {error}"
+
+    def _is_true(self, owed: Owed, code: str) -> bool:
+        """Whether an event had to be refused with this code."""
+        item_id = owed.fields.get("item_id")
+        match owed.name, code:
+            case "response.create", "conversation_already_has_active_response":
+                return owed.asked is not None and not owed.asked.is_beside and self.response is not None
+            case "response.create", "too_many_responses":  # one that is done may not have left yet
+                return owed.asked is not None and owed.asked.is_beside and self._num_beside >= MAX_OUT_OF_BAND
+            case "response.create", "empty_conversation":
+                return not self._turns()
+            case "response.create", "conversation_too_large":
+                return self._size() + 1 > self._config.max_conversation_size
+            case "conversation.item.create", "conversation_too_large":
+                return self._size() + _size_of(owed.content) > self._config.max_conversation_size
+            case _, "item_not_found":
+                return item_id is not None and item_id not in self.items
+            case _, "item_in_progress":
+                return item_id in self._in_progress
+            case "conversation.item.truncate", "invalid_value":
+                role, text = self.items.get(str(item_id), ("", ""))
+                return role != "assistant" or len(text_of(text)) < owed.fields["text_end"]
+        return False
+
+    # ---- the conversation -------------------------------------------------------------------------------------------
+
+    def _turns(self) -> tuple[Turn, ...]:
+        turns = tuple(self.items[id] for id in self.order if self.items[id][1])
+        return (("system", self.instructions), *turns) if self.instructions else turns
+
+    def _size(self) -> int:
+        """Bytes that the conversation counts, without an item in progress."""
+        return sum(_size_of(content) for id, (_, content) in self.items.items() if id not in self._in_progress)
+
+    def _add(self, event: dict[str, Any]) -> None:
+        item, previous = event["item"], event["previous_item_id"]
+        due = self.order[-1] if self.order else None
+        if item["role"] == "user":
+            owed = self._answered("conversation.item.create")
+            content, due = owed.content, None if "previous_item_id" in owed.fields else due
+            size = self._size() + _size_of(content)
+            assert size <= self._config.max_conversation_size, f"an item is added to a conversation of {size} bytes"
+        else:
+            content = ""
+            self._in_progress.add(item["id"])
+            self._of_item(item["id"]).events.take(event)
+        assert previous == due, f"an item comes after {previous}, and not after {due}: {event}"
+        self._insert(item, content, previous)
+
+    def _of_item(self, id: str) -> FollowedResponse:
+        found = [response for response in self.responses.values() if response.events.item_id == id]
+        assert found, f"no response has the item {id}"
+        return found[0]
+
+    def _delete(self, owed: Owed, id: str) -> None:
+        assert id == owed.fields["item_id"], f"{owed.fields} is answered by the end of {id}"
+        self.order.remove(id)
+        del self.items[id]
+
+    def _truncate(self, owed: Owed, event: dict[str, Any]) -> None:
+        named = {name: event[name] for name in owed.fields}
+        assert named == owed.fields and event["audio_end_ms"] == 0, f"{owed.fields} is answered by {event}"
+        role, text = self.items[event["item_id"]]
+        assert isinstance(text, str), "it has no pictures"
+        self.items[event["item_id"]] = role, text[: event["text_end"]]
 
     def _insert(self, item: dict[str, Any], content: Content, previous: str | None) -> None:
         assert item["id"] not in self.items, f"item {item['id']} is added twice"
@@ -291,41 +366,55 @@ class RealtimeClient(SimulatedClient):
         self.order.insert(0 if previous is None else self.order.index(previous) + 1, item["id"])
 
     def _begin(self, response: dict[str, Any]) -> None:
-        event_id = self._answered("response.create")
-        asked, id = self._asked.pop(event_id), response["id"]
+        owed, id = self._answered("response.create"), response["id"]
+        asked = owed.asked
+        assert asked is not None, "it was asked for by _create"
         assert asked.is_beside or self.response is None, f"{id} begins while {self.response} is active"
         assert asked.is_beside == (response["conversation_id"] is None), f"{id} belongs elsewhere: {response}"
-        turns = tuple(self.items[id] for id in self.order if self.items[id][1]) if asked.input is None else asked.input
-        if self.instructions:
-            turns = (("system", self.instructions), *turns)
+        self._num_beside += asked.is_beside
+        turns = self._turns()
+        if asked.input is not None:
+            turns = (*([("system", self.instructions)] if self.instructions else ()), *asked.input)
         self.responses[id] = FollowedResponse(
-            id,
-            event_id,
+            response,
+            owed.id,
             asked,
             turns,
             {id: content for id, (_, content) in self.items.items()},
             self._max_model_len,
             self._faults,
-            self._lives[event_id],
+            owed.life,
             is_truncated=self.truncation == "auto",
         )
         assert len(self.responses) <= MAX_OUT_OF_BAND + 1, f"{len(self.responses)} responses are active"
 
-    def _finish_item(self, item: dict[str, Any]) -> None:
-        role, content = self.items[item["id"]]
-        if role == "assistant":
-            self.items[item["id"]] = role, _text_in(item)
+    def _finish_item(self, event: dict[str, Any]) -> None:
+        item = event["item"]
+        at = self.order.index(item["id"])
+        due = self.order[at - 1] if at else None
+        assert event["previous_item_id"] == due, f"the item is behind {due}, and {event}"
+        if item["role"] == "assistant":
+            self._of_item(item["id"]).events.take(event)
+            self._in_progress.discard(item["id"])
+            self.items[item["id"]] = "assistant", _text_in(item)
             return
-        shown = len(item["content"]) - 1, _text_in(item)
-        assert shown == (len(pictures_of(content)), text_of(content)), f"{content} is shown as {item}"
+        assert item["status"] == "completed", f"an item of the user's is {item}"
+        self._check_shown(item)
+
+    def _check_shown(self, item: dict[str, Any]) -> None:
+        """Check an item that is not in progress."""
+        role, content = self.items[item["id"]]
+        num_pictures = sum(part["type"] == "input_image" for part in item["content"])
+        shown = item["role"], num_pictures, _text_in(item)
+        assert shown == (role, len(pictures_of(content)), text_of(content)), f"{content} is shown as {item}"
 
     def _active(self, id: str) -> FollowedResponse:
         assert id in self.responses, f"{id} is not active"
         return self.responses[id]
 
-    def _end(self, response: dict[str, Any]) -> None:
-        self._active(response["id"]).end(response)
-        del self.responses[response["id"]]
+
+def _size_of(content: Content) -> int:
+    return ITEM_SIZE * (1 + len(pictures_of(content))) + len(text_of(content))
 
 
 def _user_item(content: Content) -> dict[str, Any]:

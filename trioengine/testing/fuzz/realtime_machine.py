@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from typing import Any, ClassVar, Literal
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
+from trioengine.core.errors import TransitionFailed
 from trioengine.serve.realtime.outbox import SHOWN
 from trioengine.testing.fuzz import inside, inside_payloads, inside_server
 from trioengine.testing.fuzz.conversations import FILES, content_of
 from trioengine.testing.fuzz.environment import Switch
+from trioengine.testing.fuzz.faults import Harm
 from trioengine.testing.fuzz.inside_payloads import Payload
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.peers import WHICH
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.realtime_client import RealtimeClient
+from trioengine.testing.fuzz.realtime_client import ALWAYS_REFUSED, RealtimeClient
 from trioengine.testing.fuzz.served import ServedEnvironment
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import PeerState
+from trioengine.testing.toy_model import TOY_PATH
 
 PROMPTS = ("a", "be", "<|im_end|>")
 TOKENS = st.sampled_from((1, 3, 20))
 SENDS = (
     *("cancel", "cancel", "respond", "say", "delete", "instruct", "odd", "ping"),
-    *("cancel", "truncate", "cancel beside", "cancel beside"),
+    *("cancel by id", "truncate", "cancel beside", "cancel beside", "say first", "retrieve", "truncate more"),
 )
 LONG = 10_500  # bytes of a message that is dropped where there are items
 
@@ -34,6 +39,12 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
 
     max_buffered_bytes = 12_000  # some items, and the events about one more
     max_buffered_bytes_with_pictures = 24_000
+    serve_config: ClassVar[dict[str, Any]] = {
+        "max_conversation_size": 4000,  # some items
+        "handshake_timeout": 5.0,
+        "client_ping_interval": 8.0,
+        "send_timeout": 9.0,
+    }
     horizon = 120.0  # past the timeouts of pings, of sending and of closing, one after the other
 
     @recorded(
@@ -114,9 +125,16 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
                 self._note_moment(client)
                 client.cancel()
             case "respond":
-                client.respond(20)
+                client.respond(20, {"of": "the fuzzer"})
+            case "cancel by id":
+                self._note_moment(client)
+                client.cancel(by_id=True)
             case "say":
                 client.say("hi")
+            case "say first":
+                client.say("hi", first=True)
+            case "retrieve":
+                client.ask("conversation.item.retrieve", item_id=client.order[-1] if client.order else "none")
             case "delete":
                 client.ask("conversation.item.delete", item_id=client.order[-1] if client.order else "none")
             case "instruct":
@@ -124,26 +142,39 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
                 settings = {"type": "realtime", "instructions": "be", "truncation": truncation}
                 client.ask("session.update", session=settings)
             case "odd":
-                client.ask("conversation.fly", size=LONG)
+                client.ask_wrongly("odd", LONG)
             case "truncate":
                 if client.truncate(1):
                     self.coverage.saw("an answer is truncated")
+            case "truncate more":
+                client.truncate(99)
             case "cancel beside":
                 if client.cancel_beside():
                     self.coverage.saw("a response beside the conversation is cancelled")
             case "ping":
                 client.ping()
 
+    @precondition(lambda self: self.has_speakers)
+    @recorded(which=WHICH, how=st.sampled_from(tuple(ALWAYS_REFUSED)))
+    def send_wrong(self, which: int, how: str) -> None:
+        """An event that is refused, with its code and param."""
+        pick(self.speakers, which).ask_wrongly(how)
+
     @precondition(lambda self: self.engine.power.asleep or any(client.is_active for client in self.clients))
-    @recorded(how=st.sampled_from(("keep", "wake", "wake", "wake", "abort", "wait", "weights")))
-    def switch(self, how: Switch) -> None:
-        """The operator puts the engine to sleep, or wakes it."""
-        self._switch(how)
+    @recorded(how=st.sampled_from(("keep", "wake", "wake", "wake", "abort", "wait", "weights", "update")))
+    def switch(self, how: Switch | Literal["update"]) -> None:
+        """The operator puts the engine to sleep, wakes it, or loads the weights that it has, as another version."""
+        if how != "update":
+            self._switch(how)
+            return
+        self.faults.begin(Harm.SLEEP)
+        self._call("update", functools.partial(self.engine.update_weights, TOY_PATH, mode="keep"), (TransitionFailed,))
 
     # ---- overrides --------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        self._join(RealtimeClient(LIMITS.max_model_len, self.faults))
+        clock = self.loop.clock.current_time
+        self._join(RealtimeClient(self.server.config, LIMITS.max_model_len, self.faults, clock))
 
     def _look(self) -> None:
         super()._look()
@@ -175,6 +206,9 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
 
     def _check(self) -> None:
         super()._check()
+        if self.is_closing:
+            for client in self.clients:
+                client.check_closed()
         if self.is_well:
             check_worker(self.engine, self._worker(), inside.sessions(self.engine))
             stuck = [id for client in self.clients if client.peer_state is PeerState.WELL for id in client.responses]
@@ -186,6 +220,12 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         shown = SHOWN[self.engine.state]
         is_told = client.peer_state is not PeerState.WELL or not client.accepted or not client.can_send
         assert is_told or client.engine_state == shown, f"{client} hears {client.engine_state}, the engine is {shown}"
+        version = self.engine.power.weight_version
+        if not is_told and client.weight_version is None:  # it came while the engine was awake
+            client.weight_version = version
+        assert is_told or client.weight_version == version, (
+            f"{client} hears of the weights {client.weight_version}, the engine has {version}"
+        )
 
     def _note_moment(self, client: RealtimeClient) -> None:
         if client.response is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
 import trio
@@ -14,7 +15,7 @@ from trioengine.actors.generation import Generation
 from trioengine.actors.observer import Observer, Slot
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, TimedOut
 from trioengine.core.lifecycle import Power
-from trioengine.core.types import Cause, FinishReason
+from trioengine.core.types import Cause, Completion, FinishReason
 from trioengine.testing.fuzz import inside
 
 FOR_A_SESSION = ("sessions", "loading")  # codes
@@ -80,10 +81,39 @@ class RequestLog(Observer):
         self._admitted = admitted
         self._num_entering = 0  # sessions, minus those that were opened
         self._num_refused = 0  # requests without an outcome
+        self._causes: dict[inside.Request, AbstractSet[Cause]] = {}  # of those that were aborted: the first ones
 
     def latest_of(self, task: trio.lowlevel.Task | None) -> Generation | None:
         """The last request that a task has made."""
         return None if task is None else self._by_task.get(task)
+
+    # ---- the first cause of an abort, which counts ------------------------------------------------------------------
+
+    def fix_cause(self, requests: Iterable[Generation | inside.Request], cause: Cause) -> None:
+        """In this step these are aborted: those that were not aborted before, for this cause alone."""
+        for request in requests:
+            if inside.is_undecided(request):
+                self._causes.setdefault(inside.record(request), {cause})
+
+    def fix_causes(self, generation: Generation, causes: AbstractSet[Cause]) -> None:
+        """No task can run: if the request is aborted, it was for one of the causes that there are until now."""
+        request = inside.record(generation)
+        if request not in self._causes and inside.is_aborted(request):
+            self._causes[request] = causes
+
+    def is_fixed(self, generation: Generation) -> bool:
+        """Whether the request was aborted."""
+        return inside.record(generation) in self._causes
+
+    def causes_of(self, generation: Generation | None, otherwise: AbstractSet[Cause]) -> AbstractSet[Cause]:
+        """The causes of which one has ended a request, if it was aborted."""
+        return otherwise if generation is None else self._causes.get(inside.record(generation), otherwise)
+
+    @property
+    def whole_answers(self) -> list[Completion]:
+        """The answers of requests that ran to their end."""
+        complete = (each for each in self.generations if each.outcome is not None and each.outcome.is_complete)
+        return [generation.completion for generation in complete]
 
     def request_created(self, generation: object) -> None:
         assert isinstance(generation, Generation), "an engine's requests are Generations"

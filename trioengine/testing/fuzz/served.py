@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
 from trioengine.actors.generation import Generation
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.server import Server
+from trioengine.serve.realtime.connection import CLOSE_TIMEOUT
+from trioengine.serve.server import ABORT_TIMEOUT, Server
 from trioengine.testing.fuzz import inside, inside_payloads, inside_server
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, PicturesEnvironment
@@ -43,6 +45,7 @@ class ServerWatch(inside_server.ServerEvents):
         self._crashes.append(error)
 
     def connection_displaced(self) -> None:
+        self._faults.strike(Harm.DISPLACES)
         self._saw("a connection makes room")
 
     def bytes_refused(self) -> None:
@@ -102,10 +105,14 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
 
     max_buffered_bytes: ClassVar[int]  # so few that clients are sometimes refused for want of room
     max_buffered_bytes_with_pictures: ClassVar[int]
+    serve_config: ClassVar[dict[str, Any]] = {}  # more fields of the server's configuration
 
     def __init__(self, make_engine: EngineFactory = make_engine) -> None:
         super().__init__(make_engine)
-        config = ServeConfig(max_connections=MAX_CLIENTS, max_buffered_bytes=self.max_buffered_bytes)
+        config = ServeConfig(
+            max_connections=MAX_CLIENTS, max_buffered_bytes=self.max_buffered_bytes, **self.serve_config
+        )
+        self._closed_by = math.inf  # when the server must be over
         self.watch = ServerWatch(self.loop.crashes, self.coverage.saw, self.faults)
         self._taps.enter_context(inside_server.tapped(self.watch, room=ROOM, at_once=AT_ONCE))
         self.server = Server(self.engine, config)
@@ -120,12 +127,35 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
             case "abort":
                 self._excuse_shutdown()
                 self.server.abort()
+                self._close_within(ABORT_TIMEOUT)
             case "drain" | "drain soon":
-                self._begin_drain(self.server.drain, None if way == "drain" else 0.5)
+                self._begin_drain(self._drain_server, None if way == "drain" else 0.5)
             case _:
                 self._suffer(way)
 
+    async def _drain_server(self, timeout: float | None) -> bool:
+        finished = await self.server.drain(timeout)
+        self._close_within(2 * CLOSE_TIMEOUT)
+        return finished
+
+    def _close_within(self, seconds: float) -> None:
+        """The server closes its connections, and has so long for that."""
+        self._closed_by = min(self._closed_by, self.seconds + seconds)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the server closes its connections, the idle ones at once."""
+        return math.isfinite(self._closed_by)
+
+    def _all_gone(self) -> None:
+        """Check the end of a program, when all clients have gone, and the server still serves."""
+
     # ---- overrides --------------------------------------------------------------------------------------------------
+
+    def _check_blocked(self) -> None:
+        super()._check_blocked()
+        is_late = self.seconds >= self._closed_by and not self.server_call.over
+        assert not is_late, f"the server is closed, and is not over in time:\n{self.loop.stacks(('server',))}"
 
     def _make_room(self) -> None:
         inside_server.set_max_buffered_bytes(self.server, self.max_buffered_bytes_with_pictures)
@@ -157,9 +187,12 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
             assert left == count, f"all clients have gone, and {left} of {count} are free"
         kept = inside_server.num_buffered_bytes(self.server)
         assert kept == 0, f"all clients have gone, and {kept} bytes are kept for them"
+        keys = len(inside_server.keys_in_use(self.server))
+        assert keys == 0, f"all clients have gone, and something is counted for {keys} keys"
         known = len(inside_server.request_ids(self.server))
         assert known == 0, f"all clients have gone, and {known} requests are known by their ids"
         open_sessions = [session for session in inside.sessions(self.engine) if session.end_cause is None]
         assert not open_sessions, f"sessions without a client: {open_sessions}"
-        self._begin_drain(self.server.drain, 0.5)
+        self._all_gone()
+        self._begin_drain(self._drain_server, 0.5)
         self._run_out(lambda: self.server_call.over and not self.running_calls, "the server does not end")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,8 +24,9 @@ from trioengine.core.errors import (
     TimedOut,
     WorkerLost,
 )
+from trioengine.core.lifecycle import Power
 from trioengine.core.sampling_params import Overflow, SamplingParams
-from trioengine.core.types import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.fuzz import inside, inside_payloads
 from trioengine.testing.fuzz.callers import Reader, SessionHolder, Style, partial_of
 from trioengine.testing.fuzz.conversations import (
@@ -45,16 +47,21 @@ from trioengine.testing.fuzz.oracles import (
     check_aborted,
     check_deadline,
     check_holder,
+    check_opening,
     check_reader,
+    check_served,
     check_worker,
+    num_prompt_tokens,
 )
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, FOR_AN_AUDIT, check_refused
-from trioengine.testing.fuzz.world import LIMITS, VARIANTS, EngineFactory, make_engine
+from trioengine.testing.fuzz.usage_log import UsageLog
+from trioengine.testing.fuzz.world import LIMITS, MORE_VARIANTS, EngineFactory, make_engine
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.toy_model import VOCAB_SIZE
 
 AUDIT_TIMEOUT = 10.0
+NOT_ASLEEP = (Power.AWAKE, Power.DRAINING, Power.CLOSED)
 MOST_CALLS = 8  # at once: a world with more of them takes long to come to rest
 WHICH = st.integers(0, 3)
 WAIT = st.sampled_from((None, True, False))
@@ -63,6 +70,12 @@ REFUSALS = (EngineOverloaded, EngineAsleep, EngineClosed, WorkerLost)
 
 class CallsMachine(PicturesEnvironment):
     """The rules of one-shot calls: each is a task, and its answer or error is judged where it ends."""
+
+    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
+        super().__init__(make_engine)
+        self.usages = UsageLog()
+        self.simulation.observers.append(self.usages)
+        self.engine.observers.append(self.usages)
 
     @precondition(lambda self: not self.running_calls)
     @recorded(callers=st.integers(2, 6), first=st.integers(0, 2))
@@ -79,7 +92,7 @@ class CallsMachine(PicturesEnvironment):
         elif what == "ready":
             self._call("ready", self._ready, (EngineClosed, WorkerLost, ModelError))
         elif what == "audit":
-            self._call("audit", self._audit, REFUSALS)
+            self._call("audit", self._audit, REFUSALS, AUDIT_TIMEOUT)
         elif self.running_calls:
             pick(self.running_calls, which).scope.cancel()
 
@@ -125,8 +138,10 @@ class CallsMachine(PicturesEnvironment):
             check_refused(exc, self.engine, ("sessions", *FOR_A_REQUEST), wait=wait, deadline=deadline)
             raise
         self._learn()
+        self.usages.check(completion, len(expected.token_ids))
         is_late = trio.current_time() >= deadline
-        causes = self.faults.causes(life) | ({Cause.TIMEOUT} if is_late else set())
+        possible = self.faults.causes(life) | ({Cause.TIMEOUT} if is_late else set())
+        causes = self.requests.causes_of(self.requests.latest_of(trio.lowlevel.current_task()), possible)
         ids, images = expected
         check_answer(completion, ids, params, LIMITS.max_model_len, causes, self.faults.paths, images)
 
@@ -172,14 +187,16 @@ class CallsMachine(PicturesEnvironment):
         """Take in the changes that were made to the engine."""
 
 
-SALTS = ("", "", "mine")  # of the requests in turn
+SALTS = ("", "", "mine")  # of the requests in turn, as the next two
+LOGPROBS = (None, 2, None, None, 0)
+STOP_TOKENS = ((), (), (), (), (), (), (ord("e"), ord(" ")))
 
 
 class SessionsMachine(CallsMachine):
     """Holders of sessions, and readers of their requests; the rules are in the machines built on it."""
 
-    variants = VARIANTS
-    num_variants = len(VARIANTS)
+    variants = MORE_VARIANTS
+    num_variants = len(MORE_VARIANTS)
 
     def __init__(self, make_engine: EngineFactory = make_engine) -> None:
         super().__init__(make_engine)
@@ -220,8 +237,15 @@ class SessionsMachine(CallsMachine):
     ) -> Reader:
         idle = [holder for holder in self.open_holders if not holder.is_busy]
         holder = pick(idle if which < 3 and idle else self.open_holders, which)
-        params = replace(params, cache_salt=SALTS[len(self.readers) % len(SALTS)])
-        reader = Reader(Life(self.faults), holder, prompt, params, style, keep_partial, timeout, wait, media)
+        number = len(self.readers)
+        params = replace(
+            params,
+            cache_salt=SALTS[number % len(SALTS)],
+            logprobs=LOGPROBS[number % len(LOGPROBS)],
+            stop_token_ids=STOP_TOKENS[number % len(STOP_TOKENS)],
+        )
+        label = f"reader {number}"
+        reader = Reader(Life(self.faults), holder, prompt, params, style, keep_partial, timeout, wait, media, label)
         holder.readers.append(reader)
         self.readers.append(reader)
         self.loop.start_soon(reader.run, name=f"reader-{len(self.readers)}")
@@ -260,11 +284,17 @@ class SessionsMachine(CallsMachine):
     def _abort(self, reader: Reader, generation: Generation, *, by_id: bool) -> None:
         is_to_end = generation.outcome is None and (inside.is_going(generation) or not inside.is_in_flight(generation))
         reader.aborted = True
-        ended = self.engine.abort(generation.request_id) if by_id else generation.abort()
+        self.requests.fix_cause([generation], Cause.CLIENT)
+        abort = functools.partial(self._abort_by_name, reader, generation) if by_id else generation.abort
+        ended = abort()
         assert ended == is_to_end, f"abort() returned {ended} for {generation}"
-        again = self.engine.abort(generation.request_id) if by_id else generation.abort()
+        again = abort()
         assert not again, f"a second abort() returned {again} for {generation}"
         check_aborted(reader)
+
+    def _abort_by_name(self, reader: Reader, generation: Generation) -> int:
+        """By its label, or by its id."""
+        return self.engine.abort(reader.label if self.readers.index(reader) % 2 else generation.request_id)
 
     def _note_moment(self, reader: Reader, what: str) -> None:
         session, generation, worker = reader.holder.session, reader.generation, self.worker
@@ -308,20 +338,40 @@ class SessionsMachine(CallsMachine):
         super()._check_blocked()
         for reader in self.running_readers:
             check_deadline(reader)
+        for reader in self.readers:
+            if not reader.checked and reader.generation is not None:
+                self.requests.fix_causes(reader.generation, self.faults.causes(reader.life) | reader.causes)
+        for holder in self.running_holders:
+            check_opening(holder)
 
     def _check(self) -> None:
         """Check the invariants that hold whenever nothing can run."""
         super()._check()
+        self.usages.check_counters(self.engine)
         for reader in self.readers:
             if reader.over and not reader.checked:
-                check_reader(reader, LIMITS.max_model_len, self.faults)
+                check_reader(reader, LIMITS.max_model_len, self.faults, self.requests)
+                self._check_usage(reader)
                 reader.checked = True
         for holder in self.holders:
             check_holder(holder, self.faults)
         if self.is_well:
             sessions = [holder.session for holder in self.holders if holder.session is not None]
             check_worker(self.engine, self._worker(), sessions)
+            self.usages.check_totals(self.engine, self._worker())
             self._check_stuck()
+            if self.engine.state in NOT_ASLEEP:
+                check_served(self.holders, self.readers, self.calls, self.engine.config.max_sessions)
+
+    def _check_usage(self, reader: Reader) -> None:
+        generation = reader.generation
+        outcome = generation and generation.outcome
+        if reader.entered and generation and outcome and outcome.finish_reason is not FinishReason.ERROR:
+            self.usages.check(generation.completion, num_prompt_tokens(reader))
+
+    def _finish(self) -> None:
+        super()._finish()
+        self.usages.check_finished(self.requests.whole_answers)
 
     # ---- for a machine that asks for more than answers --------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,6 +21,7 @@ from trioengine.testing.fuzz.conversations import MAX_PAYLOADS, PAYLOAD_MEMORY
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.fuzz.machine import TABLE_STATES, Machine
 from trioengine.testing.fuzz.oracles import check_decided, check_limits
+from trioengine.testing.fuzz.promptness import Bounds, Wait, waits_of
 from trioengine.testing.fuzz.request_log import AdmissionLog, RequestLog
 from trioengine.testing.fuzz.trace import Trace
 from trioengine.testing.sim_loop import SimLoop
@@ -74,6 +75,19 @@ VARIANTS = (
     Variant({"max_num_seqs": 1, "max_sessions": 2, "max_restarts": 1}, {"max_num_batched_tokens": 8}),
     Variant({"max_num_seqs": 4, "max_num_queued_reqs": 3}, {"kv_blocks_total": 24, "block_size": 4}),
 )
+MORE_VARIANTS = (  # of the machines whose callers use an engine directly
+    *VARIANTS,
+    Variant(
+        {
+            "max_num_seqs": 3,
+            "max_num_queued_reqs": 1,
+            "max_sessions": 6,
+            "max_restarts": 2,
+            "restart_delays": (0.5, 2.0),
+        },
+        {"kv_blocks_total": 32, "block_size": 3, "max_num_batched_tokens": 7, "chunked_prefill_size": 5},
+    ),
+)
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
 
 
@@ -110,6 +124,7 @@ class World(Machine):
         self.admissions = AdmissionLog(self.engine, self.loop.crashes)
         self.requests = RequestLog(self.admissions.requests)
         self.engine.observers += [self.coverage, self.admissions, self.requests, _Excuses(self)]
+        self.bounds = Bounds()
         self.waited = 0.0  # seconds, since bytes were last moved fairly
         self.loop.start_soon(self.engine_call.run, name="engine")
 
@@ -204,6 +219,7 @@ class World(Machine):
         The complaint shows where the tasks with these names wait, or all tasks.
         """
         self._settle()
+        self._check_bounds()
         passed = 0.0
         while not done():
             step = self.loop.seconds_to_next_deadline()
@@ -214,6 +230,20 @@ class World(Machine):
             self.loop.clock.jump(max(step, 0.0))
             passed += step
             self._settle()
+            self._check_bounds()
+
+    def _check_bounds(self) -> None:
+        """At rest, and the clock has passed no deadline: nothing takes longer than it may."""
+        self.bounds.check(self.seconds, self._waits())
+
+    def _waits(self) -> Iterator[Wait]:
+        """Everything that has to be over soon."""
+        is_over = self.engine_call.over
+        is_closing = self.engine_call.scope.cancel_called or inside.power(self.engine) is Power.CLOSED
+        yield from waits_of(self.engine, self.worker, is_closing=is_closing, is_over=is_over)
+        for call in self.running_calls:
+            if call.name == "drain" and call.timeout is not None:
+                yield Wait(call, call.timeout + self.config.worker_shutdown_timeout, "drain() goes on")
 
     def _raise_crash(self) -> None:
         """Raise the first complaint of a task, or of the engine's peer."""
@@ -233,9 +263,8 @@ class World(Machine):
         """Check the invariants that hold whenever no task can run; the worker may still have work."""
         check_decided(self.engine)
         for call in self.running_calls:
-            if trio.current_time() >= call.deadline:  # nothing keeps it, but for the requests of others
-                has_own = self.requests.latest_of(call.task) is not None
-                is_kept = not has_own and any(
+            if trio.current_time() >= call.deadline:  # nothing keeps it, but a drain for the requests of others
+                is_kept = call.name == "drain" and any(
                     inside.phase(session) in inside.STOPPING for session in inside.sessions(self.engine)
                 )
                 assert is_kept, f"its time is over, and it goes on: {call.name}\n{self.loop.stacks()}"

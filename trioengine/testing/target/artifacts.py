@@ -131,10 +131,10 @@ def _data(body: str) -> str:
     return f"-H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
-def page(verdict: str, found: list[Found], target: Target) -> str:
+def page(verdict: str, found: list[Found], target: Target, *, scripted: bool = True) -> str:
     """Return one HTML page with everything about the findings; text from the server is escaped."""
     style = "body{font:15px sans-serif;max-width:70em;margin:2em auto}pre{background:#f4f4f4;padding:1em;overflow:auto}"
-    sections = "".join(_section(each, target) for each in found)
+    sections = "".join(_section(each, target, scripted=scripted) for each in found)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>trioengine fuzz</title>'
         f"<style>{style}</style></head><body>\n<h1>{escape(verdict)}</h1>\n"
@@ -143,14 +143,11 @@ def page(verdict: str, found: list[Found], target: Target) -> str:
     )
 
 
-def _section(found: Found, target: Target) -> str:
+def _section(found: Found, target: Target, *, scripted: bool) -> str:
     steps = "\n".join(map(str, found.steps))
-    blocks = {
-        "Schedule": schedule_text(found.log),
-        "Evidence": json.dumps(found.evidence, indent=1),
-        "curl": "\n".join(curl_lines(found, target)),
-        "Script": script(found, target),
-    }
+    blocks = {"Schedule": schedule_text(found.log), "Evidence": json.dumps(found.evidence, indent=1)}
+    if scripted:
+        blocks |= {"curl": "\n".join(curl_lines(found, target)), "Script": script(found, target)}
     shown = "".join(
         f"<details><summary>{name}</summary><pre>{_xml(text)}</pre></details>\n" for name, text in blocks.items()
     )

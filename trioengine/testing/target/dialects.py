@@ -162,6 +162,7 @@ TRIOENGINE = Dialect(
         "trioengine_request_success_total",
         "trioengine_requests_aborted_total",
         "trioengine_client_disconnected_total",
+        "trioengine_worker_restarts_total",
     ),
     finished="trioengine_request_success_total",
     still="trioengine_generation_tokens_total",

@@ -1,4 +1,4 @@
-"""Performs the machine's operations on trio sockets."""
+"""Performs the machine's operations on trio."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 import signal
 import socket
 import struct
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import trio
 
@@ -29,15 +30,52 @@ from trioengine.testing.target.wire import (
 T = TypeVar("T")
 CONNECT_TIMEOUT = 10.0  # seconds
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close sends RST
+_FAILED = (OSError, trio.BrokenResourceError)
+
+
+class Connection(Protocol):
+    """A client's end of a connection. A connection that has failed raises OSError or trio.BrokenResourceError."""
+
+    async def send(self, data: bytes) -> None:
+        """Send all of `data`."""
+
+    async def receive(self) -> bytes:
+        """Wait for bytes; none are the end of the server's side."""
+
+    def leave(self, how: Close) -> None:
+        """Close the connection, or for Close.HALF the client's side of it."""
+
+
+class Socket:
+    """A connection over TCP."""
+
+    def __init__(self, opened: trio.socket.SocketType) -> None:
+        self._socket = opened
+
+    async def send(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[await self._socket.send(rest) :]
+
+    async def receive(self) -> bytes:
+        return await self._socket.recv(65536)
+
+    def leave(self, how: Close) -> None:
+        if how is Close.HALF:
+            self._socket.shutdown(socket.SHUT_WR)
+            return
+        if how is Close.RST:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self._socket.close()
 
 
 class TrioDriver:
-    """Performs actions on the server at an address; every socket is closed when an action ends or is cancelled."""
+    """Performs actions on the server at an address; every connection is closed when an action ends or is cancelled."""
 
     def __init__(self, host: str, port: int, pid: int | None = None) -> None:
         self._address = (host, port)
         self._pid = pid
-        self._sockets: dict[int, trio.socket.SocketType] = {}
+        self._connections: dict[int, Connection] = {}
         self._is_stopped = False
 
     async def run(self, action: Action[T]) -> T:
@@ -53,8 +91,19 @@ class TrioDriver:
         finally:
             self._close_all()
 
+    async def dial(self) -> Connection:
+        """Open a connection. Raises OSError."""
+        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+        opened = trio.socket.socket(family, socket.SOCK_STREAM)
+        try:
+            await opened.connect(self._address)
+        except BaseException:
+            opened.close()
+            raise
+        return Socket(opened)
+
     def _close_all(self) -> None:
-        for number in list(self._sockets):
+        for number in list(self._connections):
             self._leave(number, Close.RST)
         if self._is_stopped:
             self._signal("CONT")
@@ -81,54 +130,42 @@ class TrioDriver:
 
     async def _connect(self, client: int) -> bool:
         self._leave(client, Close.FIN)
-        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
-        opened = trio.socket.socket(family, socket.SOCK_STREAM)
-        self._sockets[client] = opened
         with trio.move_on_after(CONNECT_TIMEOUT):
             try:
-                await opened.connect(self._address)
+                self._connections[client] = await self.dial()
             except OSError:
                 return False
             return True
         return False
 
     async def _send(self, client: int, data: bytes, timeout: float) -> bool:
-        if client not in self._sockets:
+        if client not in self._connections:
             return False
-        rest = memoryview(data)
         with trio.move_on_after(timeout):
             try:
-                while rest:
-                    rest = rest[await self._sockets[client].send(rest) :]
-            except OSError:
+                await self._connections[client].send(data)
+            except _FAILED:
                 return False
             return True
         return False
 
     async def _receive(self, client: int, timeout: float) -> bytes | End:
-        if client not in self._sockets:
+        if client not in self._connections:
             return End.CLOSED
         with trio.move_on_after(timeout):
             try:
-                return await self._sockets[client].recv(65536) or End.CLOSED
-            except OSError:
+                return await self._connections[client].receive() or End.CLOSED
+            except _FAILED:
                 return End.RESET
         return End.TIMEOUT
 
     def _leave(self, client: int, how: Close) -> None:
-        if client not in self._sockets:
+        if client not in self._connections:
             return
-        opened = self._sockets[client]
-        if how is Close.HALF:
-            try:
-                opened.shutdown(socket.SHUT_WR)
-            except OSError:
-                return  # the server has left already
-            return
-        if how is Close.RST:
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        opened.close()
-        del self._sockets[client]
+        with suppress(*_FAILED):  # the server has left already
+            self._connections[client].leave(how)
+        if how is not Close.HALF:
+            del self._connections[client]
 
     def _signal(self, name: str) -> bool:
         if self._pid is None:

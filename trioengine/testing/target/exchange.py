@@ -42,6 +42,7 @@ class Target:
     kind: str = "chat"  # or completions
     deadline: float = 20.0  # seconds for the probe, the rest, and a request that is left alone
     call_deadline: float = 60.0  # seconds for an operator's call
+    slack: float = 0.0  # seconds of `deadline` in which a worker may start, which the return to rest does not need
     golden: Golden = field(default_factory=Golden)
     process: tuple[int, int] | None = None  # figures after the first programs
     headers: dict[str, str] = field(default_factory=dict, repr=False)

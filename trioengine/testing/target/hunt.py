@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -84,6 +84,8 @@ class Hunt:
         fresh: Callable[[], Awaitable[None]] | None = None,
         *,
         has_pid: bool = False,
+        make_run: Callable[..., Run] = Run,
+        faults: Sequence[str] = (),
         longest: int = LONGEST,
     ) -> None:
         self.target = target
@@ -92,9 +94,10 @@ class Hunt:
         self._seed = seed
         self._longest = longest
         self._progress = progress
-        self._fresh = fresh
+        self.fresh = fresh
         self._chooser = random.Random(seed)
-        self._rules = self._available(has_pid)
+        self._rules = [*self._available(has_pid), *faults]
+        self._make_run = make_run
         self._runs = 0
 
     def _available(self, has_pid: bool) -> list[str]:
@@ -123,7 +126,7 @@ class Hunt:
         chooser = random.Random(f"{self._seed} {self._runs}")
         tag = "".join(chooser.choices("bcdfghjkmnpqrstvwxz", k=6))
         known = frozenset(each.finding.oracle for each in self.outcome.found)
-        run = Run(self.target, steps, tag, known if ignored is None else ignored)
+        run = self._make_run(self.target, steps, tag, known if ignored is None else ignored)
         return run, await self._driver.run(run.perform())
 
     def _count(self, run: Run, seconds: float) -> None:
@@ -153,8 +156,8 @@ class Hunt:
 
     async def _recover(self) -> bool:
         """Start the server again, or check that it answers."""
-        if self._fresh is not None:
-            await self._fresh()
+        if self.fresh is not None:
+            await self.fresh()
             return True
         _, finding = await self.run([], frozenset())
         return finding is None

@@ -25,6 +25,8 @@ from trioengine.testing.target.wire import (
     answer_of,
 )
 
+FIRST_LOOK, LAST_LOOK = 0.03, 0.5  # seconds between two looks at the gauges, which grow
+
 
 @dataclass
 class Client:
@@ -102,18 +104,19 @@ class Judge(Exchange):
 
     def _judge_rest(self) -> Action[None]:
         """Wait until the gauges are at rest and all answers are counted."""
-        deadline = (yield Now()) + self.target.deadline
-        last = yield from self.snapshot()
+        patience = self.target.deadline - self.target.slack
+        deadline = (yield Now()) + patience
+        now, pause = (yield from self.snapshot()), FIRST_LOOK
         while True:
-            now = yield from self.snapshot()
+            yield Wait(pause)
+            last, now = now, (yield from self.snapshot())
             unrest = now.complaints(self.before, self.target.dialect) + self._moving(last, now)
             uncounted = self._uncounted(now)
             if not (unrest or uncounted) or (yield Now()) > deadline:
                 break
-            last = now
-            yield Wait(0.05)
+            pause = min(2 * pause, LAST_LOOK)
         self.evidence |= {"before": vars(self.before), "after": vars(now)}
-        seconds = f"{self.target.deadline:g} s after the last close"
+        seconds = f"{patience:g} s after the last close"
         self.findings += [Finding("rest", f"{each}, {seconds}") for each in unrest]
         self.findings += [Finding("counters", each) for each in uncounted] + check_counters(self.before, now)
 

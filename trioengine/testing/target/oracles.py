@@ -10,6 +10,8 @@ from trioengine.testing.target.dialects import Dialect
 from trioengine.testing.target.wire import Answer, Response
 
 ORACLES = {  # by name: the promise, in the order in which findings are reported
+    "alive": "a server does not end by itself",
+    "ends": "a server ends with status 0 at SIGTERM, in time, and its worker with it, even if the server is killed",
     "probe": "a short completion is answered in time",
     "rest": "gauges and the counter of tokens return to rest after the last close",
     "golden": "the greedy text of a fixed prompt does not change",
@@ -22,6 +24,7 @@ ORACLES = {  # by name: the promise, in the order in which findings are reported
     "state": "the reported state equals the one that the operator's calls imply",
     "call": "each of the operator's calls is answered in time",
     "refusal": "a bad request is refused as one",
+    "log": "the server logs no error",
 }
 MEMORY_SLACK = 512 << 20  # bytes above the first value at rest
 FILES_SLACK = 16

@@ -76,9 +76,10 @@ class Now:
 
 @dataclass(frozen=True)
 class Signal:
-    """Send SIGSTOP or SIGCONT to the server's process; the result is whether its id is known."""
+    """Send a signal to a process of the server, as STOP or KILL; the result is whether its id is known."""
 
     name: str
+    process: str = "server"  # or worker, or relay, where the driver has started the server
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,47 @@ class Figures:
     """The result is the process's (RSS in bytes, open descriptors), or None if its id is not known."""
 
 
-Operation = Connect | Send | Receive | Leave | Wait | Now | Signal | Figures
+@dataclass(frozen=True)
+class Limit:
+    """Let a process have `spare` MiB of memory or descriptors more; None lifts the limit. The result is its success.
+
+    This and the operations below are for drivers that have started the server.
+    """
+
+    process: str
+    resource: str  # memory or files
+    spare: int | None
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """Change the way in which the relay passes bytes between the engine and its worker."""
+
+    way: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Wait for the end of a process, `timeout` seconds at most; the result is its exit status, None if it runs.
+
+    The status of a worker is 0: it is the server's child.
+    """
+
+    process: str
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Restart:
+    """End the server and its worker, and start them again; the result is the new host and port."""
+
+
+@dataclass(frozen=True)
+class ReadLog:
+    """The result is the text that the server has logged since the last ReadLog."""
+
+
+Operation = Connect | Send | Receive | Leave | Wait | Now | Signal | Figures | Limit | Pipes | Ended | Restart | ReadLog
 Action = Generator[Operation, Any, T]
 
 

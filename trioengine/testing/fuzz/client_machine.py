@@ -1,0 +1,422 @@
+"""The client library, `connect`, under hypothesis: its users, and the connections between it and the server."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import trio
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition
+
+from trioengine.actors.engine import Engine
+from trioengine.core.errors import ConnectionLost, EngineError, SessionBusy
+from trioengine.core.sampling_params import Overflow, SamplingParams
+from trioengine.serve.realtime.outbox import SHOWN
+from trioengine.testing.fuzz import inside, inside_client, inside_server
+from trioengine.testing.fuzz.callers import Style, latest_first
+from trioengine.testing.fuzz.client_callers import LINE, Line, OneShot, RemoteHolder, RemoteReader, User, check_error
+from trioengine.testing.fuzz.client_oracles import (
+    check_holder,
+    check_left,
+    check_one_shot,
+    check_prompt,
+    check_reader,
+    check_user,
+    reader_holder,
+)
+from trioengine.testing.fuzz.conversations import FILES, Turn, messages_of
+from trioengine.testing.fuzz.environment import Switch
+from trioengine.testing.fuzz.faults import Harm, Life
+from trioengine.testing.fuzz.oracles import check_worker
+from trioengine.testing.fuzz.peers import WHICH
+from trioengine.testing.fuzz.program import pick, recorded
+from trioengine.testing.fuzz.served import ServedEnvironment
+from trioengine.testing.fuzz.world import EngineFactory, make_engine
+from trioengine.testing.memory_peer import RemotePeer
+from trioengine.testing.simulated_peer import PeerState
+
+PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "")
+WAIT = st.sampled_from((None, True, False))
+TIMEOUT = st.sampled_from((None, None, 0.5, 8.0))
+ROUNDS = st.sampled_from((0, 0, 0, 6, 9))
+HISTORIES: tuple[tuple[Turn, ...], ...] = (
+    (),
+    (("user", "a"), ("assistant", "b")),
+    tuple(("user" if number % 2 == 0 else "assistant", "a") for number in range(70)),  # too many to be sent at once
+)
+UNPINGED, UNANSWERED = 19.0, 9.0  # seconds without bytes in which a connection, and a handshake, is not lost
+SQUEEZED = 3_000  # bytes, with which a conversation grows no more
+MOST = 4  # sessions and one-shots at once
+
+
+class ClientMachine(ServedEnvironment[RemotePeer]):
+    """Rules are actions of programs that use the library, and faults of their connections."""
+
+    max_buffered_bytes = max_buffered_bytes_with_pictures = 1_000_000  # enough, but for the rule `squeeze`
+    horizon = 150.0  # past the timeouts of connecting, of pings, of sending and of closing, one after the other
+
+    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
+        super().__init__(make_engine)
+        self._taps.enter_context(inside_client.repeatable())
+        self.users: list[User] = []
+        self.holders: list[RemoteHolder] = []
+        self.readers: list[RemoteReader] = []
+        self.one_shots: list[OneShot] = []
+        self.dials: list[str] = []  # the next ones fail in these ways
+
+    @recorded(
+        initialize,
+        ready=st.sampled_from((True, True, True, False)),
+        sessions=st.sampled_from((1, 1, 2)),
+        turns=st.sampled_from((0, 0, 1)),
+    )
+    def begin(self, ready: bool, sessions: int, turns: int) -> None:
+        """Mostly from a server that is ready, with sessions that have talked."""
+        if ready:
+            self._settle()
+        else:
+            self.faults.begin(Harm.WORKERS)
+        self._begin_user()
+        for _ in range(sessions):
+            self._open(True, None, ())
+        if ready:
+            self._settle()
+        for session in range(sessions if ready and turns else 0):
+            self._read(session, Style.ALL, SamplingParams(max_tokens=1))
+            self._settle()
+
+    # ---- programs -------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.num_callers < MOST)
+    @recorded(wait=WAIT, timeout=TIMEOUT, history=st.sampled_from((0, 0, 1, 2)))
+    def open(self, wait: bool | None, timeout: float | None, history: int) -> None:
+        """A session; of a user of its own if there is none."""
+        self._begin_user()
+        self._open(wait, timeout, HISTORIES[history])
+
+    @precondition(lambda self: self.open_holders)
+    @recorded(which=WHICH, max_tokens=st.sampled_from((1, 2, 5, 40)), reads=st.sampled_from((True, True, False)))
+    def ask(self, which: int, max_tokens: int, reads: bool) -> None:
+        """A request."""
+        self._read(which, Style.ALL if reads else Style.STALLED, SamplingParams(max_tokens=max_tokens))
+
+    @precondition(lambda self: self.open_holders)
+    @recorded(
+        which=WHICH,
+        prompt=st.sampled_from(PROMPTS),
+        stop=st.sampled_from(("", "e", "a b")),
+        style=st.sampled_from([style.value for style in Style]),
+        keep_partial=st.booleans(),
+        timeout=TIMEOUT,
+        wait=WAIT,
+        rounds=ROUNDS,
+    )
+    def ask_so(
+        self,
+        which: int,
+        prompt: str,
+        stop: str,
+        style: str,
+        keep_partial: bool,
+        timeout: float | None,
+        wait: bool | None,
+        rounds: int,
+    ) -> None:
+        """A request with other parameters; how far it gets is given."""
+        params = SamplingParams(max_tokens=20, stop=(stop,) if stop else ())
+        self._read(which, Style(style), params, prompt=prompt, keep_partial=keep_partial, timeout=timeout, wait=wait)
+        self._flow(rounds)
+
+    @precondition(lambda self: self.shows and self.open_holders)
+    @recorded(which=WHICH, media=st.sampled_from(FILES), prompt=st.sampled_from(("", "a")), rounds=ROUNDS)
+    def show(self, which: int, media: str, prompt: str, rounds: int) -> None:
+        """A request with pictures."""
+        self._read(which, Style.ALL, SamplingParams(max_tokens=3), prompt=prompt, media=media)
+        self._flow(rounds)
+
+    @precondition(lambda self: self.num_callers < MOST)
+    @recorded(wait=WAIT, timeout=TIMEOUT, max_tokens=st.sampled_from((1, 20)))
+    def ask_once(self, wait: bool | None, timeout: float | None, max_tokens: int) -> None:
+        """`client.generate`."""
+        user = self._begin_user()
+        label = f"one-shot-{len(self.one_shots) + 1}"
+        params = SamplingParams(max_tokens=max_tokens)
+        call = OneShot(Life(self.faults), self.faults, Line(user), "hi", params, wait, timeout, label)
+        self.one_shots.append(call)
+        self.loop.start_soon(call.run, name=label)
+
+    @precondition(lambda self: self.readers or self.one_shots)
+    @recorded(which=WHICH, what=st.sampled_from(("abort", "cancel", "go on", "abort by id", "one-shot")))
+    def stop_reading(self, which: int, what: str) -> None:
+        """Also of a request that is over; the latest is the first to be chosen."""
+        if what == "one-shot" or not self.readers:
+            self._stop_one_shot(which)
+        else:
+            self._stop(pick(latest_first(self.readers), which), what)
+
+    @precondition(lambda self: self.holders)
+    @recorded(which=WHICH, what=st.sampled_from(("leave", "cancel", "end")))
+    def leave(self, which: int, what: str) -> None:
+        """Also a session that has ended."""
+        holder = pick(latest_first(self.holders), which)
+        self.coverage.saw(f"{what} a session {'with' if holder.is_busy else 'without'} a request")
+        match what:
+            case "leave":
+                holder.leave.set()
+            case "cancel":
+                holder.scope.cancel()
+            case "end":
+                holder.end()
+
+    @precondition(lambda self: self.open_holders)
+    @recorded(which=WHICH, turns=st.integers(0, 1))
+    def replace_history(self, which: int, turns: int) -> None:
+        """Refused while the session has a request without an outcome."""
+        holder = pick(self.open_holders, which)
+        requests = [reader.generation for reader in holder.readers if reader.generation is not None]
+        undecided = [reader for reader in holder.readers if not (reader.over or reader.has_outcome)]
+        last = max(map(inside_client.response_id, requests), default="")
+        assert holder.session is not None, "it is open"
+        try:
+            holder.session.replace_history(messages_of(HISTORIES[turns]))
+        except SessionBusy:
+            assert undecided, f"it has no request, and is busy: {holder.session}"
+            self.coverage.saw("a history is replaced in the middle of a request")
+        except EngineError as exc:
+            check_error(exc, holder.line, holder.life, self.faults, wait=False, deadline=math.inf)
+        else:
+            is_busy = any(reader.entered for reader in undecided)
+            assert not is_busy, f"the history of {holder.session} is replaced under its request"
+            self.coverage.saw("a history is replaced")
+            holder.histories.append((last, HISTORIES[turns]))
+
+    @precondition(lambda self: self.user is not None)
+    @recorded(how=st.sampled_from(("leave", "raise", "cancel")))
+    def leave_client(self, how: str) -> None:
+        """The scope of `connect` is left, with all its sessions."""
+        assert self.user is not None, "there is one"
+        self.coverage.saw(f"{how} a client with {'requests' if self.running_readers else 'no requests'}")
+        self.user.go(how)
+
+    # ---- connections ----------------------------------------------------------------------------------------------
+
+    @recorded(how=st.sampled_from(("refused", "silent")))
+    def fail_dial(self, how: str) -> None:
+        """The next connection is refused, or is never there."""
+        self.dials = [how]
+
+    async def _dial(self) -> trio.abc.Stream:
+        line = LINE.get()
+        await trio.lowlevel.checkpoint()
+        if self.dials:
+            line.is_undialed = True
+            if self.dials.pop() == "silent":
+                await trio.sleep_forever()
+            raise ConnectionLost("made not to connect")
+        peer = line.dialed()
+        self.clients = [client for client in self.clients if not client.is_over]
+        self._join(peer)
+        return peer.client_stream
+
+    @precondition(lambda self: any(client.is_active for client in self.clients) or self.engine.power.asleep)
+    @recorded(how=st.sampled_from(("keep", "wake", "wake", "wake", "abort", "wait", "weights")))
+    def switch(self, how: Switch) -> None:
+        """The operator puts the engine to sleep, or wakes it."""
+        self._switch(how)
+
+    @precondition(lambda self: self.clients)
+    @recorded(num_bytes=st.sampled_from((SQUEEZED, 10_000, max_buffered_bytes)))
+    def squeeze(self, num_bytes: int) -> None:
+        """The server has room for so many bytes of its clients."""
+        inside_server.set_max_buffered_bytes(self.server, num_bytes)
+
+    def _gone(self, client: RemotePeer, how: str) -> None:
+        client.is_harmed = True
+        if how in ("stall", "vanish"):
+            client.silent_since = min(client.silent_since, trio.current_time())
+        elif how == "read again":
+            client.silent_since = math.inf
+
+    # ---- actions ----------------------------------------------------------------------------------------------------
+
+    def _begin_user(self) -> User:
+        """The user that there is; another one if there is none."""
+        if (user := self.user) is None:
+            user = User(Life(self.faults), self._dial)
+            self.users.append(user)
+            self.loop.start_soon(user.run, name=f"user-{len(self.users)}")
+            self.loop.tick()
+        return user
+
+    def _open(self, wait: bool | None, timeout: float | None, history: tuple[Turn, ...]) -> None:
+        overflow: Overflow = "drop_oldest_turns" if len(self.holders) % 2 else "refuse"
+        user = self._begin_user()
+        holder = RemoteHolder(
+            Life(self.faults),
+            cast("Engine", user.client),  # has the same interface
+            wait,
+            timeout,
+            overflow,
+            history,
+            messages_of(history),
+            faults=self.faults,
+            line=Line(user),
+            histories=[("", history)],
+        )
+        self.holders.append(holder)
+        self.loop.start_soon(holder.run, name=f"holder-{len(self.holders)}")
+
+    def _read(
+        self,
+        which: int,
+        style: Style,
+        params: SamplingParams,
+        *,
+        prompt: str = "to be",
+        keep_partial: bool = False,
+        timeout: float | None = None,
+        wait: bool | None = True,
+        media: str = "",
+    ) -> None:
+        holder = pick(self.open_holders, which)
+        reader = RemoteReader(Life(self.faults), holder, prompt, params, style, keep_partial, timeout, wait, media)
+        holder.readers.append(reader)
+        self.readers.append(reader)
+        self.loop.start_soon(reader.run, name=f"reader-{len(self.readers)}")
+
+    def _stop(self, reader: RemoteReader, what: str) -> None:
+        generation = reader.generation
+        if what == "cancel":
+            reader.scope.cancel()
+        elif what == "go on":
+            reader.go_on.set()
+        elif generation is not None and reader.entered:
+            is_to_end = generation.outcome is None and not reader.aborted
+            reader.aborted = True
+            for due in (is_to_end, False):
+                client = reader.holder.engine
+                ended = generation.abort() if what == "abort" else client.abort(generation.request_id)
+                assert ended == due, f"abort() returned {ended} for {generation}"
+
+    def _stop_one_shot(self, which: int) -> None:
+        running = [call for call in self.one_shots if not call.over]
+        if running:
+            call = pick(running, which)
+            call.aborted = True
+            client = call.line.user.client
+            assert client is not None, "the call has begun"
+            client.abort(call.label)
+
+    # ---- queries ----------------------------------------------------------------------------------------------------
+
+    @property
+    def user(self) -> User | None:
+        """The latest one, unless it leaves."""
+        return self.users[-1] if self.users and not self.users[-1].is_leaving else None
+
+    @property
+    def callers(self) -> list[RemoteHolder | OneShot]:
+        """All with connections of their own."""
+        return [*self.holders, *self.one_shots]
+
+    @property
+    def num_callers(self) -> int:
+        """Sessions and one-shots that are not over."""
+        return sum(not caller.over for caller in self.callers)
+
+    @property
+    def open_holders(self) -> list[RemoteHolder]:
+        return [holder for holder in self.holders if holder.is_open]
+
+    @property
+    def running_readers(self) -> list[RemoteReader]:
+        return [reader for reader in self.readers if not reader.over]
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self.users)
+
+    # ---- overrides --------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        super()._look()
+        for caller in self.callers:
+            is_open = isinstance(caller, RemoteHolder) and caller.session is not None
+            if self.waited > (UNPINGED if is_open else UNANSWERED):
+                for peer in caller.line.peers[-1:]:
+                    peer.is_harmed = True
+
+    def _check_blocked(self) -> None:
+        super()._check_blocked()
+        for caller in self.callers:
+            caller.line.listen()
+        for reader in self.readers:
+            check_prompt(reader)
+        for holder in self.holders:
+            check_left(holder)
+        for call in self.one_shots:
+            is_late = trio.current_time() >= call.deadline or call.scope.cancel_called
+            assert call.over or not is_late, f"its time is over, and it goes on: {call.label}"
+        for user in self.users:
+            check_user(user)
+
+    def _check(self) -> None:
+        super()._check()
+        for reader in self.readers:
+            if reader.over and not reader.checked:
+                check_reader(reader, self.faults)
+                reader.checked = True
+        for call in self.one_shots:
+            if call.over and not call.checked:
+                check_one_shot(call, self.faults)
+                call.checked = True
+        for holder in self.holders:
+            check_holder(holder)
+        if self.is_well:
+            check_worker(self.engine, self._worker(), inside.sessions(self.engine))
+            self._check_rest()
+
+    def _check_rest(self) -> None:
+        """Nothing moves, and the worker is well: what can be done is done, and nothing is left of those that went."""
+        may_wait = self.engine.power.asleep or inside.is_change_pending(self.engine)
+        for reader in self.running_readers if not may_wait else ():
+            waits = reader.is_stalled or not (reader.entered or reader.wait is False)
+            assert waits or not reader_holder(reader).line.is_well, f"it is never woken: {reader.generation}"
+        for caller in self.callers:
+            if caller.over and not caller.line.is_harmed:
+                left = [peer for peer in caller.line.peers if not peer.is_over]
+                assert not left, f"it is over, and {len(left)} of its connections are open: {caller}"
+        for holder in self.holders:
+            self._check_state(holder)
+
+    def _check_state(self, holder: RemoteHolder) -> None:
+        """A session that can hear it has reported the engine's state, and nothing keeps one that is to end or open."""
+        if holder.over or not holder.line.is_well:
+            return
+        waits = holder.session is not None or holder.wait is not False
+        assert waits and not holder.leave.is_set(), f"it is never done: {holder}"
+        if holder.is_open:
+            state, shown = (["awake", *holder.line.states])[-1], SHOWN[self.engine.state]
+            assert state == shown, f"{holder.session} hears {state}, the engine is {shown}"
+
+    def _let_go(self) -> None:
+        inside_server.set_max_buffered_bytes(self.server, self.max_buffered_bytes)
+        for peer in self.clients:
+            if peer.peer_state is PeerState.STALLED:
+                peer.peer_state, peer.silent_since = PeerState.WELL, math.inf
+        self._wake_up()
+        for reader in self.readers:
+            reader.go_on.set()
+        self._run_out(lambda: not self.running_readers, "readers wait forever")
+        for holder in self.holders:
+            holder.leave.set()
+        self._run_out(lambda: not self.num_callers, "callers wait forever")
+        for user in self.users:
+            user.go("leave")
+        self._run_out(lambda: all(user.over for user in self.users), "connect() is never left")
+        for user in self.users:
+            left = inside_client.left_over(user.client) if user.client is not None else {}
+            assert not any(left.values()), f"all have gone, and left are {left}"
+        self._check()
+        super()._let_go()

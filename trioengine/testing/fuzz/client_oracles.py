@@ -1,0 +1,229 @@
+"""Invariants of the client library, from outside; each check raises AssertionError."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+import trio
+
+from trioengine.client.connection import CLOSE_TIMEOUT
+from trioengine.core.errors import RequestRejected
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause, Completion, FinishReason
+from trioengine.testing.fuzz import inside, inside_client
+from trioengine.testing.fuzz.callers import Reader
+from trioengine.testing.fuzz.client_callers import OneShot, RemoteHolder, RemoteReader, User, check_error
+from trioengine.testing.fuzz.conversations import (
+    Turn,
+    chat_content,
+    check_seen,
+    content_of,
+    is_failed,
+    is_refused,
+    pictures_of,
+    prompt_of,
+    reference,
+    shortened,
+    text_of,
+)
+from trioengine.testing.fuzz.faults import InjectedFaults
+from trioengine.testing.fuzz.world import LIMITS
+
+MOST_SILENCES = (
+    4  # of 20 s, until the library notices: a ping, its answer, and where they are cut by jumps of the clock
+)
+LAST = "~"  # after every id of a response
+
+
+def check_text(
+    completion: Completion, turns: tuple[Turn, ...], params: SamplingParams, causes: AbstractSet[Cause]
+) -> None:
+    """The answer is the model's to these turns; or a part of it, by one of the causes that there were."""
+    prompt, images = prompt_of(turns)
+    text, reason = completion.text, completion.finish_reason
+    if text:
+        check_seen(images)
+    room = LIMITS.max_model_len - len(prompt)
+    length = min(room, params.max_tokens or room)
+    stop = () if reason is FinishReason.ABORT else params.stop  # an abort gives the text that may begin one
+    expected = reference(
+        prompt, length, stop, ignore_eos=params.ignore_eos, min_tokens=params.min_tokens, images=images
+    )
+    if reason is FinishReason.ABORT:
+        assert completion.cause in causes, f"aborted by {completion.cause}, there were {causes or 'no causes'}"
+        assert expected.text.startswith(text), f"{text!r} is not part of the model's answer {expected.text!r}"
+        return
+    assert (text, reason) == (expected.text, expected.finish_reason), (
+        f"the answer is {text!r}, {reason}, the model's is {expected.text!r}, {expected.finish_reason}"
+    )
+    assert completion.cause is None, "only an abort has a cause"
+    usage = completion.usage
+    counted = usage.prompt_tokens, usage.completion_tokens
+    assert counted == (len(prompt), len(expected.token_ids)), f"counted wrongly: {usage}"
+    assert 0 <= usage.cached_tokens < len(prompt), f"counted wrongly: {usage}"
+
+
+def check_reader(reader: Reader, faults: InjectedFaults) -> None:
+    """A request that is over: one outcome, and the model's answer to its history; or an error that has its reason."""
+    generation, holder = reader.generation, reader_holder(reader)
+    turns, num_dropped = asked(reader)
+    if isinstance(reader.error, RequestRejected):
+        _check_rejected(reader.error, turns, faults)
+    if generation is None or not reader.entered:
+        is_refused = reader.error is not None or reader.scope.cancel_called
+        assert is_refused, f"it was not entered, and raised no error: {generation}"
+        return
+    outcome = generation.outcome
+    assert outcome is not None, f"{reader} is over without an outcome"
+    if reader.outcome_at_leaving is not None:
+        assert outcome is reader.outcome_at_leaving, f"{reader.outcome_at_leaving} became {outcome}"
+    if (error := outcome.error) is not None:
+        assert reader.error is None or repr(reader.error) == repr(error), f"{reader.error!r} instead of {error!r}"
+        if isinstance(error, RequestRejected):
+            _check_rejected(error, turns, faults)
+        else:
+            check_error(error, holder.line, reader.life, faults, wait=reader.wait, deadline=reader.deadline)
+        return
+    completion = generation.completion
+    check_text(completion, turns, reader.params, faults.causes(reader.life) | reader.causes)
+    if outcome.is_complete:
+        dropped = completion.dropped_turns
+        assert dropped == num_dropped, f"{dropped} turns are dropped, {num_dropped} are too many"
+
+
+def check_one_shot(call: OneShot, faults: InjectedFaults) -> None:
+    """The same of a request in a session of its own."""
+    turns: tuple[Turn, ...] = (("user", call.content),)
+    if isinstance(call.error, RequestRejected):
+        _check_rejected(call.error, turns, faults)
+    elif call.completion is not None:
+        check_text(call.completion, turns, call.params, faults.causes(call.life) | call.causes)
+    else:
+        assert call.error is not None or call.scope.cancel_called, "it is over, and has neither answer nor error"
+
+
+def _check_rejected(error: RequestRejected, turns: tuple[Turn, ...], faults: InjectedFaults) -> None:
+    content = turns[-1][1]
+    match error.code:
+        case "empty_prompt":
+            assert not (text_of(content) or pictures_of(content)), f"{content!r} is not empty, and {error!r}"
+        case "context_length_exceeded":
+            length = len(prompt_of(turns).token_ids)
+            assert length >= LIMITS.max_model_len, f"the prompt has {length} tokens, and {error!r}"
+        case code:
+            is_known = is_refused(code, content) or is_failed(code, turns, faults.dropped)
+            assert is_known, f"{content} is refused: {error!r}"
+
+
+def check_holder(holder: RemoteHolder) -> None:
+    """A session whose scope was left has ended; its history has the turns of its requests, in their order."""
+    session = holder.session
+    if session is None:
+        return
+    assert not holder.left or session.end_cause is not None, f"{session} was left and has not ended"
+    assert session.end_cause in (None, Cause.CLIENT), f"{session} was ended by {session.end_cause}"
+    assert session.end_cause is None or holder.gave_up, f"{session} has ended, and was not ended"
+    if any(not reader.over or not _is_settled(reader) for reader in holder.readers):
+        return
+    is_told = holder.line.is_well or session.end_cause is not None  # else the server may not have heard of a cancel
+    left = {name: count for name, count in inside_client.left_in(session).items() if count and is_told}
+    assert not left, f"all calls of {session} are over, and left are {left}"
+    found = [(message["role"], message["content"]) for message in session.history]
+    expected = [(role, chat_content(content)) for role, content in committed(holder)]
+    may_differ = holder.overflow != "refuse" and (holder.line.is_harmed or session.end_cause is not None)
+    if may_differ:  # the server did not get to report the turns that it dropped
+        found = found[len(found) - len(expected) :]
+    assert found == expected, f"the history is {found}, committed was {expected}"
+
+
+def _is_settled(reader: Reader) -> bool:
+    return reader.generation is None or not reader.entered or inside.is_settled(reader.generation)
+
+
+def check_prompt(reader: RemoteReader) -> None:
+    """No task can run: a request whose time is over, or whose connection is silent, does not go on."""
+    if reader.over or reader.is_stalled:
+        return
+    line = reader_holder(reader).line
+    assert trio.current_time() < reader.deadline, f"its time is over, and its reader waits: {reader.generation}"
+    assert line.silences < MOST_SILENCES, f"nothing has arrived for long, and its reader waits: {reader.generation}"
+
+
+def check_left(holder: RemoteHolder) -> None:
+    """No task can run: a session that is left, or gave up, does not go on for longer than it may."""
+    if holder.over:
+        return
+    now = trio.current_time()
+    assert not holder.scope.cancel_called, f"it is cancelled, and goes on: {holder.session}"
+    assert holder.session is not None or now < holder.opened_by, "its time is over, and its session is being opened"
+    if holder.leave.is_set() and holder.session is not None:
+        holder.left_at = min(holder.left_at, now)
+    assert now <= holder.left_at + CLOSE_TIMEOUT, f"it is left, and goes on: {holder.session}"
+
+
+def check_user(user: User) -> None:
+    """No task can run: a scope of `connect` that is left does not go on for longer than it may."""
+    if user.over:
+        return
+    now = trio.current_time()
+    assert not user.scope.cancel_called, "connect() is cancelled, and goes on"
+    if user.leave.is_set():
+        user.left_at = min(user.left_at, now)
+    assert now <= user.left_at + CLOSE_TIMEOUT, "connect() is left, and goes on"
+
+
+def committed(holder: RemoteHolder, before: str = "") -> tuple[Turn, ...]:
+    """The conversation after the requests with responses, in the server's order; or before the one with this id."""
+    before = before or LAST
+    after, turns = next(made for made in reversed(holder.histories) if made[0] < before)
+    readers = {_response_id(reader): reader for reader in holder.readers}
+    for id in sorted(id for id in readers if after < id < before):
+        turns = _followed(readers[id], turns)
+    return turns
+
+
+def _response_id(reader: Reader) -> str:
+    return inside_client.response_id(reader.generation)
+
+
+def _followed(reader: Reader, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """The history after the request: all is added if it was complete, a part where that was to be kept."""
+    generation = reader.generation
+    if generation is None or not reader.entered or generation.outcome is None or generation.outcome.error is not None:
+        return turns
+    text = generation.completion.text
+    if not generation.outcome.is_complete and not (reader.keep_partial and text):
+        return turns
+    _, num_dropped = _given(reader, turns)
+    shown = [turn for turn in turns if _is_shown(turn)]
+    gone = len(shown) - len(_given(reader, turns)[0]) + 1 if num_dropped else 0  # messages, the oldest of those shown
+    dropped = shown[:gone]
+    kept = [turn for turn in turns if not (dropped and turn is dropped[0] and dropped.pop(0))]
+    return (*kept, _prompt(reader), ("assistant", text))
+
+
+def asked(reader: Reader) -> tuple[tuple[Turn, ...], int]:
+    """The messages that the server gives to the model, and how many of the oldest turns it had to drop."""
+    return _given(reader, committed(reader_holder(reader), _response_id(reader)))
+
+
+def _given(reader: Reader, turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], int]:
+    turns = (*(turn for turn in turns if _is_shown(turn)), _prompt(reader))
+    if reader.holder.overflow == "refuse":
+        return turns, 0
+    assert reader.params.max_tokens is not None, "the machine's requests are for so many"
+    return shortened(turns, LIMITS.max_model_len, reader.params.max_tokens)
+
+
+def _prompt(reader: Reader) -> Turn:
+    return "user", content_of(reader.media, reader.prompt)
+
+
+def _is_shown(turn: Turn) -> bool:
+    """A message without a text, and without pictures, is not shown to the model."""
+    return bool(text_of(turn[1]) or pictures_of(turn[1]))
+
+
+def reader_holder(reader: Reader) -> RemoteHolder:
+    assert isinstance(reader.holder, RemoteHolder), "it has a session over a connection"
+    return reader.holder

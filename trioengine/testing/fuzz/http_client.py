@@ -1,0 +1,414 @@
+"""A client of the HTTP server: sends requests, and judges the responses by a model of its own."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import h11
+
+from trioengine.core.types import FinishReason
+from trioengine.serve.body import KEEP_ALIVE
+from trioengine.serve.config import ServeConfig
+from trioengine.testing.fuzz import shapes
+from trioengine.testing.fuzz.conversations import (
+    Answer,
+    Content,
+    FuzzPrompt,
+    chat_content,
+    check_seen,
+    is_failed,
+    is_refused,
+    prompt_of,
+    reference,
+)
+from trioengine.testing.fuzz.faults import InjectedFaults, Life
+from trioengine.testing.fuzz.http_books import HttpBooks, Request, Use
+from trioengine.testing.fuzz.shapes import ChatStream, Given, Head
+from trioengine.testing.simulated_peer import BUFFERED, PeerState, SimulatedPeer
+
+PATH = "/v1/chat/completions"
+UNASKED = (b"HTTP/1.1 503 ", b"HTTP/1.1 408 ")  # come without a request: too many connections
+FRAMINGS = ("whole", "chunked", "pieces", "expect")
+BEFORE_THE_HANDLER = ("too_many_connections", "too_many_sessions", "buffers_full", "key_buffers_full")
+MORE_TEXTS = 3  # that can come beyond those on their way: one that waits, one that is torn, and the rest in one piece
+STREAM, JSON = "text/event-stream", "application/json"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A chat completion: the only message, and the fields beside it."""
+
+    content: Content
+    max_tokens: int
+    streams: bool
+    stop: str | None = None
+    min_tokens: int = 0
+    stop_token: int | None = None
+    top_logprobs: int | None = None
+    has_usage: bool = False  # in its stream
+
+    @property
+    def prompt(self) -> FuzzPrompt:
+        return prompt_of((("user", self.content),))
+
+    def expected(self, max_model_len: int) -> Answer:
+        """The model's answer, if there is room for one."""
+        token_ids, images = self.prompt
+        length = min(max_model_len - len(token_ids), self.max_tokens)
+        stop = () if self.stop is None else (self.stop,)
+        ends = () if self.stop_token is None else (self.stop_token,)
+        return reference(token_ids, length, stop, min_tokens=self.min_tokens, stop_token_ids=ends, images=images)
+
+    def fields(self, model: str) -> dict[str, Any]:
+        """The body of the request; fields that would change nothing are left out."""
+        given: dict[str, Any] = {
+            "model": model,
+            "messages": [{"role": "user", "content": chat_content(self.content)}],
+            "max_tokens": self.max_tokens,
+            "stream": self.streams,
+        }
+        more = {
+            "stop": self.stop,
+            "min_tokens": self.min_tokens or None,
+            "stop_token_ids": None if self.stop_token is None else [self.stop_token],
+            "logprobs": None if self.top_logprobs is None else True,
+            "top_logprobs": self.top_logprobs,
+            "stream_options": {"include_usage": True} if self.has_usage else None,
+        }
+        return given | {name: value for name, value in more.items() if value is not None}
+
+
+Judge = Callable[[Head, bytes, Life], bool]  # False: the response is an error, to be judged like others
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A request, and its response so far."""
+
+    life: Life
+    request: Request
+    use: Use  # of the server's limits
+    chosen_id: str
+    sent_at: float
+    ask: Ask | None = None
+    number: int = 0  # of its prompt
+    judge: Judge | None = None  # of the response to another request
+    is_prompt: bool = False  # it is answered at once
+    stream: ChatStream | None = None
+    protocol: h11.Connection = field(default_factory=lambda: h11.Connection(h11.CLIENT))
+    head: Head | None = None
+    body: bytes = b""
+    unsent: bytes = b""  # the rest of the request
+    is_continued: bool = False  # the server has asked for the body
+    since: float | None = None  # when all had come to rest with this request at the server
+    most_texts: int | None = None  # events that can come of an answer that was whole while the client read nothing
+
+    @property
+    def status(self) -> int:
+        return 0 if self.head is None else self.head.status
+
+
+class HttpClient(SimulatedPeer):
+    """Assertions are raised from where its bytes arrive."""
+
+    def __init__(
+        self, books: HttpBooks, key: str, max_model_len: int, faults: InjectedFaults, clock: Callable[[], float]
+    ) -> None:
+        super().__init__()
+        self.num_answers = 0
+        self.key = key
+        self.use = books.connected(lambda: self.stream.closed)
+        self._books = books
+        self._max_model_len = max_model_len
+        self._faults = faults
+        self._clock = clock
+        self._exchanges: deque[Exchange] = deque()  # whose responses have not come whole
+        self._unasked = b""
+        self._spoilt = False  # it has sent bytes that are not a request
+        self._is_last = False  # the server has said that it closes the connection
+        self._answered_after = clock()  # when it sent the last request that was answered, or connected
+        self._heard_at = clock()  # when bytes last came
+        self._idle_since: float | None = None  # when it came to rest without a request
+        self._full_since: tuple[int, float] | None = None  # bytes that wait for it, and since when
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def ask(self, ask: Ask, framing: str = "whole") -> None:
+        """A request, whatever is in progress."""
+        stream = ChatStream(self._books.model, ask.top_logprobs, has_usage=ask.has_usage) if ask.streams else None
+        body = json.dumps(ask.fields(self._books.model)).encode()
+        request = Request("POST", PATH, body, self.key)
+        number = self._books.asked(self.key, ask.prompt.token_ids, ask.expected(self._max_model_len).token_ids)
+        self._send(request, framing, ask=ask, stream=stream, number=number)
+
+    def request(self, request: Request, judge: Judge, *, is_prompt: bool = True) -> None:
+        """Any other request, which is answered at once unless it may wait for the worker."""
+        self._send(request, "whole", judge=judge, is_prompt=is_prompt)
+
+    def _send(self, request: Request, framing: str, **more: Any) -> None:
+        use = self._books.sent(request, lambda: self.stream.closed)
+        chosen_id = f"chosen-{len(request.body) % 3}"  # several requests may have the same
+        more["is_continued"] = framing != "expect"
+        exchange = Exchange(Life(self._faults), request, use, chosen_id, self._clock(), **more)
+        self._exchanges.append(exchange)
+        self._idle_since = None
+        headers = [("host", "localhost"), ("x-request-id", chosen_id)]
+        if request.key is not None:
+            headers.append(("authorization", f"Bearer {request.key}"))
+        if request.method == "POST":
+            is_chunked = framing == "chunked"
+            length = ("transfer-encoding", "chunked") if is_chunked else ("content-length", str(len(request.body)))
+            headers += [length, ("expect", "100-continue")] if framing == "expect" else [length]
+        send = exchange.protocol.send
+        head = send(h11.Request(method=request.method, target=request.target, headers=headers)) or b""
+        half = len(request.body) // 2 if framing in ("pieces", "chunked") else 0
+        parts = [part for part in (request.body[:half], request.body[half:]) if part]
+        bodies = [send(h11.Data(data=part)) or b"" for part in parts]
+        bodies.append(send(h11.EndOfMessage()) or b"")
+        now = {"pieces": 1, "expect": 0}.get(framing, len(bodies))
+        exchange.unsent = b"".join(bodies[now:])
+        self._put(head + b"".join(bodies[:now]))
+
+    def _put(self, data: bytes) -> None:
+        self.to_server.put(data)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the rest of a request can be sent."""
+        return self.is_there and not self._spoilt and any(exchange.unsent for exchange in self._exchanges)
+
+    def send_rest(self) -> None:
+        """Send the rest of a request."""
+        exchange = next(exchange for exchange in self._exchanges if exchange.unsent)
+        unsent, exchange.unsent, exchange.since = exchange.unsent, b"", None
+        self._put(unsent)
+
+    def send_garbage(self) -> None:
+        """Send bytes that are not a request."""
+        self._spoilt = True
+        self._put(b"\xff" * 8 + b"\r\n\r\n")
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._exchanges)
+
+    @property
+    def waits_for_answer(self) -> bool:
+        """Whether the server has a whole request of a client that reads."""
+        return self.is_heard and bool(self._exchanges) and not self._exchanges[0].unsent
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether it reads, and the server has not closed the connection."""
+        return self.peer_state is PeerState.WELL and not self.stream.is_over
+
+    @property
+    def can_send(self) -> bool:
+        is_open = self.is_there and not (self.stream.is_over or self._spoilt or self._is_last)
+        return is_open and not (self._exchanges and self._exchanges[-1].unsent)
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """The requests without a whole response."""
+        return tuple(self._exchanges)
+
+    def close(self) -> None:
+        self.hang_up()
+
+    # ---- promptness -------------------------------------------------------------------------------------------------
+
+    def check_at_rest(self) -> None:
+        """Each timeout that has passed has had its effect. Requests that wait for the worker may wait."""
+        now, limits = self._clock(), self._books.config
+        self._check_reading(now, limits)
+        if self._exchanges or not self.is_heard:
+            self._idle_since = None
+        if not self.is_heard or self._spoilt or self._is_last:
+            return
+        if self._exchanges:
+            self._check_first(self._exchanges[0], now, limits)
+            return
+        assert not self._books.is_closing, "the server is closed, and keeps an idle connection open"
+        if self._idle_since is None:
+            self._idle_since = now
+        timeout = limits.idle_timeout if self.num_answers else limits.handshake_timeout
+        waits = now - self._idle_since
+        assert waits < timeout, f"a connection is idle for {waits:g} s, and open"
+
+    def _check_first(self, exchange: Exchange, now: float, limits: ServeConfig) -> None:
+        """Check the request that is at the server."""
+        if exchange.since is None:
+            exchange.since = now
+        waits = now - exchange.since
+        assert exchange.is_continued, f"the server does not ask for the body of {exchange.request}"
+        if exchange.unsent:
+            assert waits < limits.body_timeout, f"for {waits:g} s it waits for the body of {exchange.request}"
+            return
+        assert not exchange.is_prompt, f"never answered: {exchange.request}"
+        if exchange.stream is not None:
+            silence = now - max(exchange.since, self._heard_at)
+            assert silence < KEEP_ALIVE, f"a stream is silent for {silence:g} s, without a keep-alive"
+
+    def _check_reading(self, now: float, limits: ServeConfig) -> None:
+        """A client that reads nothing, and has as much to read as fits, is disconnected in time."""
+        waiting = len(self.to_client)
+        if self.peer_state is not PeerState.STALLED or waiting < BUFFERED or self.stream.is_over:
+            self._full_since = None
+        elif self._full_since is None or self._full_since[0] != waiting:
+            self._full_since = waiting, now
+        else:
+            waits = now - self._full_since[1]
+            most = limits.send_timeout + KEEP_ALIVE
+            assert waits < most, f"a client reads nothing for {waits:g} s, and is connected"
+
+    def check_kept(self) -> None:
+        """The worker has come to rest: of an answer that a stalled client does not read, the text is one more piece."""
+        stream = self._exchanges[0].stream if self._exchanges else None
+        if self.peer_state is PeerState.STALLED and stream is not None and self._exchanges[0].most_texts is None:
+            on_their_way = bytes(self.to_client).count(b'{"content"')
+            self._exchanges[0].most_texts = stream.num_texts + on_their_way + MORE_TEXTS
+
+    def on_end(self) -> None:
+        """The server has closed the connection: check that it had to."""
+        limits, waits = self._books.config, self._clock() - self._answered_after
+        is_displaced = self.use.most_connections > limits.max_connections
+        is_late = waits >= min(limits.handshake_timeout, limits.send_timeout)
+        is_bad = self._is_last or self._spoilt or self.peer_state is PeerState.LISTENING
+        assert is_displaced or is_late or is_bad or self._faults.closing, (
+            f"the server closes the connection of {[exchange.request for exchange in self._exchanges]}"
+        )
+        super().on_end()
+
+    # ---- responses --------------------------------------------------------------------------------------------------
+
+    def _arrive(self, data: bytes) -> None:
+        self._heard_at = self._clock()
+        while data and self._exchanges:
+            data = self._take(self._exchanges[0], data)
+        self._unasked += data
+        is_refusal = self.num_answers == 0 and any(
+            self._unasked[: len(line)] == line[: len(self._unasked)] for line in UNASKED
+        )
+        assert not self._unasked or self._spoilt or is_refusal, f"bytes without a request: {self._unasked[:200]!r}"
+        self._is_last |= bool(self._unasked)
+
+    def _take(self, exchange: Exchange, data: bytes) -> bytes:
+        """Take the bytes into a response; those behind its end."""
+        exchange.protocol.receive_data(data)
+        while (event := exchange.protocol.next_event()) is not h11.NEED_DATA:
+            match event:
+                case h11.InformationalResponse():
+                    assert event.status_code == 100 and not exchange.is_continued, f"it was not asked for: {event}"
+                    exchange.is_continued = True
+                    if self.has_unsent:
+                        self.send_rest()
+                case h11.Response():
+                    exchange.head = Head(event.status_code, list(event.headers))
+                    self._is_last = exchange.head.is_last
+                case h11.Data():
+                    self._take_body(exchange, bytes(event.data))
+                case h11.EndOfMessage():
+                    self._exchanges.popleft()
+                    exchange.use.is_over = True
+                    self.num_answers += 1
+                    self._answered_after = exchange.sent_at
+                    assert exchange.head is not None, "a response has a head"
+                    self._judge(exchange, exchange.head)
+                    return exchange.protocol.trailing_data[0]
+                case _:
+                    raise AssertionError(f"the server sent {event!r}")
+        return b""
+
+    def _take_body(self, exchange: Exchange, data: bytes) -> None:
+        if exchange.stream is None or exchange.status != 200:
+            exchange.body += data
+            return
+        exchange.stream.feed(data)
+        assert exchange.ask is not None, "only an answer is streamed"
+        self._judge_part(exchange.ask, exchange.stream.given.text)
+        most = exchange.most_texts
+        assert most is None or exchange.stream.num_texts <= most, (
+            f"a stalled client gets {exchange.stream.num_texts} texts, and not at most {most}: they are not merged"
+        )
+
+    def _judge(self, exchange: Exchange, head: Head) -> None:
+        if exchange.judge is not None and exchange.judge(head, exchange.body, exchange.life):
+            shapes.check_head(head, head.value(b"content-type") or "", exchange.chosen_id)
+            return
+        if exchange.request.method == "HEAD":  # its error has no body
+            codes = ("too_many_connections", "too_many_sessions")
+            is_reached = any(self._books.is_reached(code, exchange.use, self.use) for code in codes)
+            assert head.status in shapes.RETRIED and is_reached, f"{exchange.request} is answered by {head}"
+            return
+        if head.status != 200:
+            error = shapes.has_fields(json.loads(exchange.body), ("error",), "the body")["error"]
+            self._judge_refusal(exchange, head, shapes.check_problem(error, head))
+            return
+        ask, stream = exchange.ask, exchange.stream
+        assert ask is not None, f"{exchange.request} is answered by {exchange.body!r}"
+        shapes.check_head(head, JSON if stream is None else STREAM, exchange.chosen_id)
+        if stream is not None:
+            given = stream.end()
+        else:
+            given = shapes.check_whole(json.loads(exchange.body), self._books.model, ask.top_logprobs)
+        if given.error is not None:
+            self._judge_error(exchange, given.error)
+        else:
+            self._judge_answer(exchange, ask, given)
+
+    def _judge_refusal(self, exchange: Exchange, head: Head, error: dict[str, Any]) -> None:
+        code = error["code"]
+        is_unread = self._spoilt or code == "too_many_connections"
+        shapes.check_head(head, JSON, None if is_unread else exchange.chosen_id)
+        if code in BEFORE_THE_HANDLER:
+            assert self._books.is_reached(code, exchange.use, self.use), f"{exchange.request} is refused by {error}"
+        elif code == "bad_request":
+            assert self._spoilt, f"{exchange.request} is refused by {error}"
+        elif code == "request_timeout":
+            waits = self._clock() - exchange.sent_at
+            assert waits >= self._books.config.body_timeout, f"after {waits:g} s {exchange.request} gets {error}"
+        else:
+            self._judge_error(exchange, error, head.status)
+
+    def _judge_error(self, exchange: Exchange, error: dict[str, Any], status: int = 0) -> None:
+        """Judge an error of a chat completion, with its status unless its stream had begun."""
+        ask, code = exchange.ask, error["code"]
+        assert ask is not None, f"{exchange.request} is refused by {error}"
+        too_long = code == "context_length_exceeded" and len(ask.prompt.token_ids) >= self._max_model_len
+        is_bad = too_long or is_refused(code, ask.content) or self._is_failed(ask, code)
+        assert is_bad or self._faults.excuse(code, exchange.life), f"nothing may fail by {error}"
+        if code == "overloaded" and isinstance(ask.content, str):
+            assert status, f"an answer that has begun is refused: {error}"
+            if status == 429:
+                self._books.refused()
+
+    def _is_failed(self, ask: Ask, code: str) -> bool:
+        return is_failed(code, [("user", ask.content)], self._faults.dropped)
+
+    def _judge_answer(self, exchange: Exchange, ask: Ask, given: Given) -> None:
+        token_ids, images = ask.prompt
+        check_seen(images)
+        expected = ask.expected(self._max_model_len)
+        wanted = "stop" if expected.finish_reason is FinishReason.STOP else "length"
+        assert (given.text, given.finish_reason) == (expected.text, wanted), (
+            f"the answer is {given.text!r} and {given.finish_reason}, the model's is {expected.text!r}, {wanted}"
+        )
+        if ask.top_logprobs is not None:
+            shapes.check_logprobs(given.logprobs, expected.token_ids, ask.top_logprobs)
+        if given.usage is not None:
+            counted = given.usage["prompt_tokens"], given.usage["completion_tokens"]
+            due = len(token_ids), len(expected.token_ids)
+            assert counted == due, f"the usage counts {counted} tokens, the model {due}"
+            cached, most = (
+                given.usage["prompt_tokens_details"]["cached_tokens"],
+                self._books.most_cached(exchange.number),
+            )
+            assert 0 <= cached <= most, f"{cached} tokens of the prompt are cached, and {most} were computed before"
+
+    def _judge_part(self, ask: Ask, text: str) -> None:
+        expected = ask.expected(self._max_model_len)
+        assert expected.text.startswith(text), f"{text!r} is not part of the model's answer {expected.text!r}"

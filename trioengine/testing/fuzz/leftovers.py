@@ -1,0 +1,95 @@
+"""Everything that objects still hold when all callers have gone, found by a walk over their attributes.
+
+The walk needs no list of the engine's parts: a container that is added to one of them is checked from then on. `KEPT`
+names the containers that are not empty in an engine at rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, MutableMapping, MutableSet
+from collections.abc import Set as AbstractSet
+
+import trio
+
+from trioengine.actors.engine import Engine
+from trioengine.actors.power_change import PowerChange
+from trioengine.core.config import EngineConfig
+from trioengine.testing.fuzz import inside
+from trioengine.testing.simulated_worker import SimulatedWorker
+from trioengine.worker.scheduling.sequence import Limits, Sequence
+
+_CONTAINERS = (MutableMapping, MutableSet, list, deque, bytearray)
+_TENANTS = (inside.SessionActor, inside.Request, PowerChange, Sequence)  # whose time is over
+_FOREIGN = ("trioengine.testing.", "trioengine.hub.", "trioengine.text.")  # modules whose objects are not the engine's
+_CONSTANTS = (EngineConfig, Limits)
+KEPT = frozenset(  # by the attributes that lead to them
+    {
+        *("engine.observers", "engine.gate.ledger.finish_reasons", "engine.gate.ledger.abort_causes"),
+        "engine.gate.ledger._states",
+        *("worker._scheduler.blocks._free", "worker._scheduler.blocks._ref_counts"),
+        # the prefix cache and the encoder cache
+        *(f"worker._scheduler.blocks.{name}" for name in ("_cached", "_contents", "_by_digest", "_by_branch")),
+        *(f"worker._scheduler._waiters.pictures.{name}" for name in ("_pictures", "_unused")),
+    }
+)
+
+_KEPT_AT_THE_END = KEPT | {"engine.recovery._suspects", "engine.recovery.probed"}  # no worker has come for them
+
+
+def check_empty(engine: Engine, worker: SimulatedWorker | None) -> None:
+    """All callers have gone: no container has anything in it, and no session, request or change is referred to.
+
+    The worker is well and at rest, or there is none.
+    """
+    roots: list[tuple[str, object]] = [("engine", engine.runtime)]
+    if worker is not None:
+        roots.append(("worker", worker.core))
+    kept, seen = _KEPT_AT_THE_END if worker is None else KEPT, set[int]()
+    left = [found for name, root in roots for found in _walk(name, root, kept, seen)]
+    assert not left, f"all callers have gone, and {'; '.join(left)}"
+
+
+def _walk(path: str, owner: object, kept: AbstractSet[str], seen: set[int]) -> Iterator[str]:
+    seen.add(id(owner))
+    for name, value in _attributes(owner):
+        where = f"{path}.{name}"
+        if where in kept:
+            seen.add(id(value))
+        if id(value) in seen:
+            continue
+        if isinstance(value, _CONTAINERS):
+            if len(value):
+                yield f"{where} has {len(value)}: {value!r:.200}"
+        elif isinstance(value, _TENANTS):
+            yield f"{where} is {value!r:.200}"
+        elif _is_part(value):
+            yield from _walk(where, value, kept, seen)
+
+
+def _attributes(owner: object) -> Iterator[tuple[str, object]]:
+    yield from getattr(owner, "__dict__", {}).items()
+    for kind in type(owner).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(owner, name):
+                yield name, getattr(owner, name)
+
+
+def _is_part(value: object) -> bool:
+    module = type(value).__module__
+    is_ours = module.startswith("trioengine.") and not module.startswith(_FOREIGN)
+    return is_ours and not isinstance(value, (type, *_CONSTANTS)) and hasattr(type(value), "__init__")
+
+
+def check_tasks(above: trio.lowlevel.Task) -> None:
+    """All callers have gone: no task of a session is left below the engine's."""
+    left = [task.name for task in _below(above) if task.name.startswith("session-")]
+    assert not left, f"all callers have gone, and tasks are left: {left}"
+
+
+def _below(above: trio.lowlevel.Task) -> Iterator[trio.lowlevel.Task]:
+    for nursery in above.child_nurseries:
+        for task in nursery.child_tasks:
+            yield task
+            yield from _below(task)

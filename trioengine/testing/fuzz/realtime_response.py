@@ -1,0 +1,104 @@
+"""A response that a Realtime client follows, from response.created to response.done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trioengine.core.types import FinishReason
+from trioengine.testing.fuzz.conversations import (
+    Answer,
+    Content,
+    Turn,
+    check_seen,
+    is_failed,
+    prompt_of,
+    reference,
+    shortened,
+)
+from trioengine.testing.fuzz.faults import InjectedFaults, Life
+from trioengine.testing.fuzz.realtime_shapes import ResponseEvents
+
+
+@dataclass
+class Asked:
+    """A response.create that was sent."""
+
+    max_tokens: int
+    is_beside: bool = False  # it belongs to no conversation
+    input: tuple[Turn, ...] | None = None  # in place of the conversation
+    may_be_cancelled: bool = False
+    metadata: dict[str, str] | None = None
+
+
+class FollowedResponse:
+    """A response from response.created to response.done. Raises AssertionError for events that are wrong."""
+
+    def __init__(
+        self,
+        created: dict[str, Any],
+        event_id: str,
+        asked: Asked,
+        turns: tuple[Turn, ...],
+        contents: Mapping[str, Content],
+        max_model_len: int,
+        faults: InjectedFaults,
+        life: Life,
+        *,
+        is_truncated: bool,
+    ) -> None:
+        self.id = created["id"]
+        self.events = ResponseEvents(created, asked.max_tokens, asked.metadata)
+        self.event_id = event_id
+        self.asked = asked
+        self.error: dict[str, Any] | None = None  # of an error event about it
+        self._contents = contents  # of the items that it goes on from, by their ids
+        self._turns, self._dropped_turns = turns, 0
+        if is_truncated:
+            self._turns, self._dropped_turns = shortened(turns, max_model_len, asked.max_tokens)
+        self._num_dropped = len(turns) - len(self._turns)  # messages
+        self._prompt, self._images = prompt_of(self._turns)
+        self._room = max_model_len - len(self._prompt)
+        self._faults = faults
+        self._life = life
+
+    def end(self, response: dict[str, Any]) -> None:
+        """Check response.done: the answer is the model's, or a part of it for a reason."""
+        self.events.end(response, self.error)
+        text = self.events.text
+        length = min(self._room, self.asked.max_tokens)
+        expected = reference(self._prompt, length, (), images=self._images) if self._room > 0 else None
+        if text:
+            check_seen(self._images)
+        if response["status"] != "failed":
+            whole = len(expected.token_ids) if expected is not None else 0
+            at_least = len(text) if response["status"] == "cancelled" else whole
+            self.events.check_usage(response["usage"], len(self._prompt), at_least, whole)
+            dropped = response["dropped_turns"], len(response["dropped_item_ids"])
+            assert dropped == (self._dropped_turns, self._num_dropped), f"dropped are {dropped} turns and items"
+        self._check_status(response, text, expected)
+        assert expected is None or expected.text.startswith(text), (
+            f"{text!r} is not part of the model's answer {expected.text!r}"
+        )
+
+    def _check_status(self, response: dict[str, Any], text: str, expected: Answer | None) -> None:
+        match response["status"]:
+            case "failed":
+                code = response["status_details"]["error"]["code"]
+                is_excused = expected is None or self._faults.excuse(code, self._life)
+                assert is_excused or self._is_failed_by_an_image(code), f"nothing may fail by {self.error}"
+            case "cancelled":
+                assert self.asked.may_be_cancelled, "it was not cancelled"
+            case "completed" | "incomplete" as status:
+                finish_reason = FinishReason.STOP if status == "completed" else FinishReason.LENGTH
+                assert expected is not None, "there was no room for an answer"
+                assert (text, finish_reason) == (expected.text, expected.finish_reason), (
+                    f"the response is {text!r} and {status}, the model's is {expected.text!r}, {expected.finish_reason}"
+                )
+
+    def _is_failed_by_an_image(self, code: str) -> bool:
+        """Whether it has one that it must fail for; the error names the item that has it."""
+        if self.asked.input is not None:  # the client has no ids of its items
+            return is_failed(code, self._turns, self._faults.dropped)
+        return is_failed(code, [("user", self._contents.get((self.error or {})["param"], ""))], self._faults.dropped)

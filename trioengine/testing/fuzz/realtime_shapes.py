@@ -1,0 +1,179 @@
+"""The shapes of Realtime events, written from docs/websocket.md: their fields, and the order of a response's events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trioengine.testing.fuzz.shapes import RATE, SERVER, WAITS, has_fields
+
+_PLACE = ("response_id", "item_id", "output_index", "content_index")
+_ITEM = ("previous_item_id", "item")
+_FIELDS: Mapping[str, tuple[str, ...]] = {  # of each event, beside those of all
+    "session.created": ("session",),
+    "session.updated": ("session",),
+    "conversation.item.added": _ITEM,
+    "conversation.item.done": _ITEM,
+    "conversation.item.retrieved": ("item",),
+    "conversation.item.truncated": ("item_id", "content_index", "text_end", "audio_end_ms"),
+    "conversation.item.deleted": ("item_id",),
+    "response.created": ("response",),
+    "response.done": ("response",),
+    "response.output_item.added": ("response_id", "output_index", "item"),
+    "response.output_item.done": ("response_id", "output_index", "item"),
+    "response.content_part.added": (*_PLACE, "part"),
+    "response.content_part.done": (*_PLACE, "part"),
+    "response.output_text.delta": (*_PLACE, "delta"),
+    "response.output_text.done": (*_PLACE, "text"),
+    "engine.state": ("state", "weight_version", "input_modalities"),
+    "error": ("error",),
+}
+_ITEM_FIELDS = ("id", "object", "type", "status", "role", "content")
+_RESPONSE_FIELDS = (
+    *("id", "object", "status", "status_details", "output", "conversation_id", "output_modalities"),
+    *("max_output_tokens", "usage", "metadata", "dropped_turns", "dropped_item_ids"),
+)
+_STATES = ("awake", "sleeping", "updating", "loading", "restarting", "draining")
+_REASONS = {"incomplete": "max_output_tokens", "cancelled": "client_cancelled"}
+TOO_MUCH = ("overloaded", "key_buffers_full")  # may be a rate limit
+
+
+def check_event(event: Mapping[str, Any], number: int, model: str) -> None:
+    """Check the fields of an event, which is the one with this number on its connection."""
+    kind = str(event.get("type"))
+    assert kind in _FIELDS, f"an event of another kind: {event}"
+    has_fields(event, ("event_id", "type", "sequence_number", *_FIELDS[kind]), kind)
+    assert event["sequence_number"] == number, f"event {number} is {event}"
+    assert (kind == "session.created") == (number == 0), f"the first event is session.created, and comes once: {event}"
+    for name in ("output_index", "content_index"):
+        assert event.get(name, 0) == 0, f"a response has one item with one part: {event}"
+    if "item" in event:
+        check_item(event["item"])
+    match kind:
+        case "session.created" | "session.updated":
+            session = event["session"]
+            assert (session["object"], session["model"]) == ("realtime.session", model), f"the session is {session}"
+        case "engine.state":
+            is_known = event["state"] in _STATES and event["weight_version"] >= 1
+            assert is_known and event["input_modalities"] in (["text"], ["text", "image"]), f"the state is {event}"
+        case "error":
+            check_error(event["error"])
+
+
+def check_item(item: object) -> None:
+    """Check the fields of an item."""
+    found = has_fields(item, _ITEM_FIELDS, "an item")
+    assert (found["object"], found["type"]) == ("realtime.item", "message"), f"the item is {found}"
+    kinds = {"output_text"} if found["role"] == "assistant" else {"input_text", "input_image"}
+    assert {part["type"] for part in found["content"]} <= kinds, f"the parts of {found}"
+
+
+def check_error(error: object) -> None:
+    """Check the fields of an error event's error."""
+    assert isinstance(error, dict), f"the error is {error!r}"
+    names = ("type", "code", "message", "param", "event_id")
+    has_fields(error, (*names, "retry_after") if error.get("code") in WAITS else names, "an error")
+    assert error["message"] and error["code"], f"the error says nothing: {error}"
+    if error["type"] == RATE:
+        assert error["code"] in TOO_MUCH, f"no rate was limited: {error}"
+    elif error["code"] in WAITS:
+        assert error["type"] == SERVER, f"it is not the client's error: {error}"
+
+
+class ResponseEvents:
+    """The events of one response, from response.created to response.done; raises AssertionError for a wrong one."""
+
+    def __init__(self, created: Mapping[str, Any], max_output_tokens: object, metadata: object) -> None:
+        self.item_id: str | None = None
+        self.text = ""
+        self._created = has_fields(created, _RESPONSE_FIELDS, "a response")
+        self._is_in_conversation = created["conversation_id"] is not None
+        begun = created["status"], created["status_details"], created["output"], created["usage"]
+        assert begun == ("in_progress", None, [], None), f"a response begins as {created}"
+        dropped = created["dropped_turns"], created["dropped_item_ids"]
+        assert dropped == (0, []), f"a response in progress has dropped {dropped}"
+        asked = created["object"], created["output_modalities"], created["max_output_tokens"], created["metadata"]
+        assert asked == ("realtime.response", ["text"], max_output_tokens, metadata), f"it was asked for {asked}"
+        self._seen: list[str] = []
+        self._items: list[Mapping[str, Any]] = []  # as the events show it
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Take an event about the response, or about its item in the conversation."""
+        kind = event["type"].removeprefix("response.")
+        expected = self._next()
+        assert kind in expected, f"after {self._seen[-2:]} comes {kind}, and not {' or '.join(expected)}"
+        if kind != "output_text.delta" or self._seen[-1] != kind:
+            self._seen.append(kind)
+        item = event.get("item")
+        if item is not None:
+            self._take_item(item, is_done=kind.endswith("done"))
+        else:
+            assert event["item_id"] == self.item_id, f"the item is {self.item_id}, and the event {event}"
+        match kind:
+            case "content_part.added":
+                assert event["part"]["text"] == "", f"a part begins with text: {event}"
+            case "output_text.delta":
+                assert event["delta"], f"an empty delta: {event}"
+                self.text += event["delta"]
+            case "output_text.done":
+                assert event["text"] == self.text, f"the deltas give {self.text!r}, and then {event['text']!r}"
+            case "content_part.done":
+                assert event["part"]["text"] == self.text, f"the deltas give {self.text!r}, and then {event}"
+
+    def _next(self) -> tuple[str, ...]:
+        last = self._seen[-1] if self._seen else "created"
+        of_item = "conversation.item."
+        following: Mapping[str, tuple[str, ...]] = {
+            "created": ("output_item.added",),
+            "output_item.added": (f"{of_item}added",) if self._is_in_conversation else ("content_part.added",),
+            f"{of_item}added": ("content_part.added",),
+            "content_part.added": ("output_text.delta", "output_text.done"),
+            "output_text.delta": ("output_text.delta", "output_text.done"),
+            "output_text.done": ("content_part.done",),
+            "content_part.done": (f"{of_item}done",) if self._is_in_conversation else ("output_item.done",),
+            f"{of_item}done": ("output_item.done",),
+            "output_item.done": ("done",),
+        }
+        return following[last]
+
+    def _take_item(self, item: Mapping[str, Any], *, is_done: bool) -> None:
+        if self.item_id is None:
+            self.item_id = item["id"]
+        assert (item["id"], item["role"]) == (self.item_id, "assistant"), f"another item than {self.item_id}: {item}"
+        text = "".join(part["text"] for part in item["content"])
+        assert text == (self.text if is_done else ""), f"the deltas give {self.text!r}, and the item is {item}"
+        assert (item["status"] == "in_progress") != is_done, f"the item is {item}"
+        self._items.append(item)
+
+    def end(self, done: Mapping[str, Any], error: Mapping[str, Any] | None) -> None:
+        """Check response.done; `error` is that of the last error event about the response."""
+        status, details = done["status"], done["status_details"]
+        has_fields(done, _RESPONSE_FIELDS, "a response")
+        last = self._seen[-1] if self._seen else None
+        assert last in (None, "output_item.done"), f"after {last} comes response.done"
+        for name in ("id", "object", "conversation_id", "output_modalities", "max_output_tokens", "metadata"):
+            assert done[name] == self._created[name], f"{name} was {self._created[name]}, and is {done[name]}"
+        assert done["output"] == ([self._items[-1]] if last else []), f"the output is {done['output']}"
+        if last:
+            whole = "completed" if status == "completed" else "incomplete"
+            assert self._items[-1]["status"] == whole, f"the response is {status}, its item is {self._items[-1]}"
+        if status in _REASONS:
+            assert details == {"type": status, "reason": _REASONS[status]}, f"{status} because of {details}"
+        elif status == "failed":
+            has_fields(details, ("type", "error"), "the details")
+            named = {name: (error or {}).get(name) for name in ("type", "code", "message")}
+            assert details["error"] == named, f"it failed by {details}, the error before it was {error}"
+        else:
+            assert status == "completed" and details is None, f"a response ends as {status}: {details}"
+
+    def check_usage(self, usage: object, prompt: int, at_least: int, at_most: int) -> None:
+        """Check the usage of a prompt, and of an answer of so many tokens."""
+        names = ("total_tokens", "input_tokens", "output_tokens", "input_token_details", "output_token_details")
+        found = has_fields(usage, names, "the usage")
+        assert found["total_tokens"] == found["input_tokens"] + found["output_tokens"], f"the sum in {found}"
+        assert found["input_tokens"] == prompt, (
+            f"the usage counts {found['input_tokens']} tokens, the prompt has {prompt}"
+        )
+        counted, cached = found["output_tokens"], found["input_token_details"]["cached_tokens"]
+        assert at_least <= counted <= at_most, f"the usage counts {counted} tokens, and not {at_least} to {at_most}"
+        assert 0 <= cached <= max(prompt - 1, 0), f"{cached} tokens of {prompt} are cached"
