@@ -14,16 +14,17 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from trioengine.testing.sim_loop import FIFO, Livelock, NotSimulated, await_frames
+from trioengine.testing.sim_loop import FIFO, Livelock, await_frames
 
 try:
     import simloop
-    from simloop import _transports
+    from simloop import _net, _transports
 except ModuleNotFoundError as exc:
-    needed = "programs on asyncio need the package simloop: pip install 'trioengine[asyncio-fuzz]', on Python 3.12 or later"
+    needed = "machines for asyncio need the package simloop and Python 3.12: pip install 'trioengine[fuzz-asyncio]'"
     raise ModuleNotFoundError(needed, name=exc.name) from exc
 
 Task = asyncio.Task[Any]
+WRITES = (_transports._SimStreamTransport, "write")  # raises if the connection is over; asyncio's drops the data
 BUFFERED, RESUMED = 1024, 256  # bytes that are not read: a writer waits, and goes on
 MOST_STEPS = 20_000  # without a moment of time between them; more is a livelock
 
@@ -34,31 +35,31 @@ class AsyncioLoop:
     def __init__(self) -> None:
         self._loop = loop = simloop.SimLoop()
         self.network = loop.net
-        self.order = loop._policy = _Order(loop.stop)
-        self.logged: list[Exception] = []  # errors that asyncio would log, but for those of a connection
-        self.tasks: list[Task] = []  # all that were started
         self.network.set_flow_control(high=BUFFERED, low=RESUMED)
-        self._create_connection, loop.create_connection = loop.create_connection, self._create_whole_connection
+        self.order = loop._policy = _Order(loop.stop)
+        self.tasks: list[Task] = []  # all that were started
+        self.logged: list[Exception] = []  # errors that asyncio would log, but for those of a connection
+        self._connect, loop.create_connection = loop.create_connection, self._connect_or_reset
         loop.set_task_factory(self._make_task)
         loop.set_exception_handler(self._log)
 
     def _make_task(self, loop: Any, coroutine: Coroutine[Any, Any, Any], **options: Any) -> Task:
         task = asyncio.Task(coroutine, loop=loop, **options)
         self.tasks.append(task)
-        task.set_name(f"task-{len(self.tasks)}")  # asyncio numbers the tasks of the whole process
+        task.set_name(options.get("name") or f"task-{len(self.tasks)}")  # asyncio counts those of the whole process
         return task
 
     def _log(self, loop: Any, context: dict[str, Any]) -> None:
         if isinstance(error := context.get("exception"), Exception) and not isinstance(error, ConnectionError):
             self.logged.append(error)
 
-    async def _create_whole_connection(self, *args: Any, **options: Any) -> Any:
+    async def _connect_or_reset(self, *args: Any, **options: Any) -> Any:
         """Connect, and reset the connection if the caller has been cancelled: simloop would leave the server's end."""
-        creating = asyncio.ensure_future(self._create_connection(*args, **options))
+        creating = asyncio.ensure_future(self._connect(*args, **options))
         try:
             return await asyncio.shield(creating)
         except asyncio.CancelledError:
-            creating.add_done_callback(_abort)
+            creating.add_done_callback(lambda made: made.cancelled() or made.exception() or made.result()[0].abort())
             raise
 
     # ---- queries ----------------------------------------------------------------------------------------------------
@@ -67,6 +68,11 @@ class AsyncioLoop:
     def seconds(self) -> float:
         """The time on the simulated clock."""
         return float(self._loop._now)
+
+    @property
+    def host(self) -> str:
+        """The host of the current task, and of all that it has started."""
+        return str(_net._current_host.get())
 
     @property
     def trace(self) -> Sequence[Any]:
@@ -84,13 +90,17 @@ class AsyncioLoop:
         """The tasks that have not ended."""
         return [task for task in self.tasks if not task.done()]
 
+    def stacks(self) -> str:
+        """Where the tasks wait that have not ended."""
+        return "\n".join(f"{task.get_name()}:\n{_stack(task)}" for task in self.unfinished)
+
     def streams(self, host: str) -> list[Any]:
         """Return the transports at a host, of connections that are not over."""
         return [stream for stream in self.network._streams.values() if stream.get_extra_info("sockname")[0] == host]
 
     def unread_error(self) -> BaseException | None:
         """Return the first error that asyncio would log when it forgets the task that has failed."""
-        failed = (task for task in self.tasks if task.done() and task._log_traceback)  # type: ignore[attr-defined]
+        failed = (task for task in self.tasks if task.done() and task._log_traceback)
         return next((task.exception() for task in failed), None)
 
     # ---- running it -------------------------------------------------------------------------------------------------
@@ -117,7 +127,7 @@ class AsyncioLoop:
         for _ in range(MOST_STEPS):
             if not self.tick():
                 return
-        raise Livelock(f"tasks were still running after {MOST_STEPS} steps:\n{stacks(self.unfinished)}")
+        raise Livelock(f"tasks were still running after {MOST_STEPS} steps:\n{self.stacks()}")
 
     def seconds_to_next_step(self) -> float:
         """Return 0 if a callback can run now, and infinity if none ever will."""
@@ -136,9 +146,9 @@ class AsyncioLoop:
     def close(self) -> None:
         """End, however many tasks are left."""
         for task in self.tasks:
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            task._log_destroy_pending = False
             if task.done():
-                task._log_traceback = False  # type: ignore[attr-defined]
+                task._log_traceback = False
         self._loop.close()
 
 
@@ -163,31 +173,9 @@ class _Order:
         return 0 if self.random is None else self.random.randrange(len(ready))
 
 
-def _abort(creating: asyncio.Future[Any]) -> None:
-    if not creating.cancelled() and creating.exception() is None:
-        creating.result()[0].abort()
-
-
-def _write(stream: Any, data: Any) -> None:
-    """Drop the data if the connection is over, as asyncio does; simloop raises."""
-    if not stream.is_closing():
-        _write_to_open(stream, data)
-
-
-_write_to_open = _transports._SimStreamTransport.write
-_transports._SimStreamTransport.write = _write
-
-
-def understood(error: BaseException) -> BaseException:
-    """Return the error of a task; a refusal of simloop's as ours."""
-    if isinstance(error, simloop.SimulationFenceError):
-        return NotSimulated(str(error)).with_traceback(error.__traceback__)
-    return error
-
-
-def stacks(tasks: Sequence[Task]) -> str:
-    """Where these tasks wait."""
-    return "\n".join(f"{task.get_name()}:\n{_stack(task)}" for task in tasks)
+def drop_if_over(write: Callable[[Any, Any], object]) -> Callable[[Any, Any], object]:
+    """Return a method for WRITES that does as asyncio's."""
+    return lambda stream, data: None if stream.is_closing() else write(stream, data)
 
 
 def _stack(task: Task) -> str:

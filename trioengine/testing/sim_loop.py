@@ -41,10 +41,6 @@ class Livelock(AssertionError):
     """Tasks go on and on, and nothing from outside makes them."""
 
 
-class NotSimulated(RuntimeError):
-    """A program does something that a simulation cannot do in its one thread; neither the program nor it is wrong."""
-
-
 class SimulatedClock(trio.abc.Clock):
     """A clock that starts at 0 and moves by `jump` alone."""
 
@@ -242,7 +238,7 @@ class _Thread:
 
 
 def _refuse_call_from_thread(*_: object) -> NoReturn:
-    raise NotSimulated("trio.from_thread cannot call into trio here: threads are simulated, in the thread of the loop")
+    raise RuntimeError("trio.from_thread cannot call into trio here: threads are simulated, in the thread of the loop")
 
 
 class _Order:

@@ -7,15 +7,15 @@ import functools
 import random
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
-from trioengine.testing.asyncio_loop import AsyncioLoop, Task, stacks, understood
+from trioengine.testing.asyncio_loop import WRITES, AsyncioLoop, Task, drop_if_over
 from trioengine.testing.fuzz.environment import ORDERS, SEEDS
+from trioengine.testing.fuzz.inside import replaced
 from trioengine.testing.fuzz.lifecycle_machine import MAX_TASKS
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.peers import WHICH
@@ -23,22 +23,30 @@ from trioengine.testing.fuzz.program import JUMPS, pick, recorded
 
 Function: TypeAlias = Callable[..., Coroutine[Any, Any, object]]
 SERVER = "server"  # the name of its host
-WAYS = ("close", "reset", "stall", "vanish", "read again", "garbage")
+WAYS = ("close", "reset", "stall", "vanish", "garbage")
 
 
 @dataclass
 class _Client:
-    """A task of the program's, on a host of its own."""
+    """A task of the program, at a host of its own."""
 
     host: str
-    owns_connection: bool  # and is cancelled with it
+    task: Task
     is_cancelled: bool = False  # by a rule
     is_excused: bool = False
     is_stalled: bool = False
     has_vanished: bool = False
 
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self.task.cancel()
 
-_current: ContextVar[_Client] = ContextVar("client")
+    def check_end(self) -> None:
+        """Assert that the end of the task has its reason; raise the task's own error."""
+        if self.task.cancelled():
+            assert self.is_cancelled, f"{self.task.get_name()} was cancelled, and not by a rule"
+        elif self.task.done() and not (self.is_excused and isinstance(self.task.exception(), OSError)):
+            self.task.result()
 
 
 class AsyncioMachine(Machine):
@@ -59,12 +67,12 @@ class AsyncioMachine(Machine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = AsyncioLoop()
-        self.clients: dict[Task, _Client] = {}
+        self._taps.callback(self.loop.close)
+        self._taps.enter_context(replaced(*WRITES, drop_if_over))
+        self.clients: dict[str, _Client] = {}  # by host
         self._first_tasks: set[Task] = set()  # those before the first client
-        self._traced = 0  # events of the loop
-        self._serving: Task | None = None
-        if self._overrides("serve"):
-            self._serving = self.loop.start_soon(SERVER, self.serve(), "serve")
+        self._num_traced = 0
+        self._serving = self.loop.start_soon(SERVER, self.serve(), "serve") if self._overrides("serve") else None
 
     # ---- to override ----------------------------------------------------------------------------------------------
 
@@ -90,15 +98,29 @@ class AsyncioMachine(Machine):
 
     def run(self, function: Function, *args: Any) -> None:
         """Start a task, which must end by itself; rules may cancel it, and break the connections that it opens."""
-        self._start(function.__name__, functools.partial(function, *args), owns_connection=False)
+        if not self.clients:
+            self.loop.settle()
+            self._first_tasks = set(self.loop.unfinished)
+        host = f"client {len(self.clients) + 1}"
+        task = self.loop.start_soon(host, function(*args), f"{function.__name__}, {host}")
+        self.clients[host] = _Client(host, task)
 
     def connect(self, function: Function, *args: Any) -> None:
-        """Start `function(reader, writer, *args)` with a connection; if rules break that, the task is cancelled."""
-        self._start(function.__name__, functools.partial(self._speak, function, *args), owns_connection=True)
+        """Start `function(reader, writer, *args)` with a connection to the server."""
+
+        @functools.wraps(function)
+        async def speak() -> None:
+            reader, writer = await asyncio.open_connection(SERVER, self.port)
+            try:
+                await function(reader, writer, *args)
+            finally:
+                writer.close()
+
+        self.run(speak)
 
     def is_excused(self) -> bool:
-        """Return whether a rule has broken a connection of the current task."""
-        return _current.get().is_excused
+        """Return whether a rule has disturbed the connections of the current task, or let time pass."""
+        return self.clients[self.loop.host].is_excused
 
     @property
     def may_start(self) -> bool:
@@ -123,18 +145,28 @@ class AsyncioMachine(Machine):
     @recorded(which=WHICH)
     def cancel(self, which: int) -> None:
         """A task of the program is cancelled."""
-        self._cancel(pick(self._running, which))
+        pick(self._running, which).cancel()
 
     @precondition(lambda self: self._connected)
     @recorded(which=WHICH, how=st.sampled_from(WAYS))
     def go(self, which: int, how: str) -> None:
-        """The connections of a task break, in one of the ways to break, or are read no more, until they are again."""
-        task = pick(self._connected, which)
-        if how in ("stall", "read again"):
-            self._stall(self.clients[task], is_stalled=how == "stall")
-        elif not self.clients[task].has_vanished:
-            self._break(task, how)
+        """The connections of a task break, and it is cancelled; or they are read no more, until the next stall."""
+        client = pick(self._connected, which)
+        client.is_excused = True
         self.coverage.saw(how)
+        if how == "stall":
+            self._stall(client, is_stalled=not client.is_stalled)
+            return
+        if how == "vanish":
+            client.has_vanished = True
+            self.loop.network.partition({client.host}, {SERVER})
+        for stream in self.loop.streams(client.host):
+            if how == "garbage":
+                with suppress(RuntimeError):  # where its side is closed
+                    stream.write(b"\xff" * 8 + b"\n")
+            if how != "vanish":
+                stream.abort() if how == "reset" else stream.close()
+        client.cancel()
 
     @recorded(passes=st.integers(1, 8), order=st.integers(0, ORDERS - 1))
     def tick(self, passes: int, order: int) -> None:
@@ -154,7 +186,9 @@ class AsyncioMachine(Machine):
 
     @recorded(seconds=st.sampled_from(JUMPS))
     def advance(self, seconds: float) -> None:
-        """The clock jumps."""
+        """The clock jumps, which may exceed the timeout of a client."""
+        for client in self._running:
+            client.is_excused = True
         self.loop.jump(seconds)
         self.loop.tick()
 
@@ -178,50 +212,44 @@ class AsyncioMachine(Machine):
         self._report()
 
     def _look(self) -> None:
-        """Raise the first complaint of a task, after every rule."""
+        """Raise the first complaint of a task."""
         if self.trace is not None:
-            events, self._traced = self.loop.trace[self._traced :], len(self.loop.trace)
+            events, self._num_traced = self.loop.trace[self._num_traced :], len(self.loop.trace)
             for event in events:
                 if event.kind == "net" or (event.kind == "run" and event.host):
                     self.trace.add(f"  {event.host or 'network'}: {event.label}, at {event.when:.2f} s")
-        for task, client in self.clients.items():
-            _check_end(task, client)
-        serving = self._serving
-        if serving is not None and serving.done() and not serving.cancelled() and (error := serving.exception()):
-            raise understood(error)
+        for client in self.clients.values():
+            client.check_end()
+        if self._serving is not None and self._serving.done() and not self._serving.cancelled():
+            self._serving.result()
         if self.loop.logged:
-            raise understood(self.loop.logged[0])
+            raise self.loop.logged[0]
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         self._look()
-        self._let_go()
+        self.let_go()
+        for client in self.clients.values():
+            self._stall(client, is_stalled=False)
+            if client.has_vanished:  # as TCP's keep-alive does
+                self._abort_streams(client)
+        self.loop.network.heal()
         self._run_out(lambda: not self._running, "tasks of the program wait forever")
         for client in self.clients.values():
-            for stream in self.loop.streams(client.host):
-                stream.abort()
+            self._abort_streams(client)
         self._run_out(lambda: not self.loop.streams(SERVER), "connections whose clients have gone are never closed")
         if self.clients and not self.keeps_tasks:
             self._run_out(
                 lambda: self._first_tasks.issuperset(self.loop.unfinished), "all clients have gone, and tasks are left"
             )
         self.check()
-        if (serving := self._serving) is not None:
-            serving.cancel()
-            self._run_out(serving.done, "serve() was cancelled, and does not end")
+        if self._serving is not None:
+            self._serving.cancel()
+            self._run_out(self._serving.done, "serve() was cancelled, and does not end")
         self._look()
         if (error := self.loop.unread_error()) is not None:
-            raise understood(error)
-
-    def _let_go(self) -> None:
-        self.let_go()
-        for client in self.clients.values():
-            self._stall(client, is_stalled=False)
-            if client.has_vanished:  # as TCP's keep-alive does
-                for stream in self.loop.streams(client.host):
-                    stream.abort()
-        self.loop.network.heal()
+            raise error
 
     def _run_out(self, done: Callable[[], bool], complaint: str) -> None:
         """Settle, and let the clock jump from deadline to deadline, until it is done or the horizon is reached."""
@@ -230,17 +258,14 @@ class AsyncioMachine(Machine):
         while not done():
             self._look()
             is_late = self.seconds + self.loop.seconds_to_next_step() > end
-            assert not is_late, f"{complaint}:\n{stacks(self.loop.unfinished)}"
+            assert not is_late, f"{complaint}:\n{self.loop.stacks()}"
             self.loop.jump()
             self.loop.settle()
 
     def _close(self) -> None:
-        try:
-            for task in self.loop.unfinished:
-                task.cancel()
-            self._run_out(lambda: not self.loop.unfinished, "tasks do not end when cancelled")
-        finally:
-            self.loop.close()
+        for task in self.loop.unfinished:
+            task.cancel()
+        self._run_out(lambda: not self.loop.unfinished, "tasks do not end when cancelled")
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
@@ -248,69 +273,19 @@ class AsyncioMachine(Machine):
         return getattr(type(self), name) is not getattr(AsyncioMachine, name)
 
     @property
-    def _running(self) -> list[Task]:
-        return [task for task in self.clients if not task.done()]
+    def _running(self) -> list[_Client]:
+        return [client for client in self.clients.values() if not client.task.done()]
 
     @property
-    def _connected(self) -> list[Task]:
-        return [task for task, client in self.clients.items() if self._open_streams(client)]
-
-    def _open_streams(self, client: _Client) -> list[Any]:
-        return [stream for stream in self.loop.streams(client.host) if not stream.is_closing()]
-
-    def _start(self, name: str, function: Function, *, owns_connection: bool) -> None:
-        if not self.clients:
-            self.loop.settle()
-            self._first_tasks = set(self.loop.unfinished)
-        client = _Client(f"client {len(self.clients) + 1}", owns_connection)
-        token = _current.set(client)
-        try:
-            task = self.loop.start_soon(client.host, function(), f"{name}, {client.host}")
-        finally:
-            _current.reset(token)
-        self.clients[task] = client
-
-    async def _speak(self, function: Function, *args: Any) -> None:
-        reader, writer = await asyncio.open_connection(SERVER, self.port)
-        try:
-            await function(reader, writer, *args)
-        finally:
-            writer.close()
-
-    def _cancel(self, task: Task) -> None:
-        self.clients[task].is_cancelled = True
-        task.cancel()
+    def _connected(self) -> list[_Client]:
+        """Those whose connections can break, or can be read no more."""
+        return [each for each in self._running if not each.has_vanished and self.loop.streams(each.host)]
 
     def _stall(self, client: _Client, *, is_stalled: bool) -> None:
-        if client.is_stalled is not is_stalled:
-            client.is_stalled = is_stalled
-            for stream in self.loop.streams(client.host):
-                stream.pause_reading() if is_stalled else stream.resume_reading()
+        client.is_stalled = is_stalled
+        for stream in self.loop.streams(client.host):
+            stream.pause_reading() if is_stalled else stream.resume_reading()
 
-    def _break(self, task: Task, how: str) -> None:
-        client = self.clients[task]
-        client.is_excused = True
-        if how == "vanish":
-            client.has_vanished = True
-            self.loop.network.partition({client.host}, {SERVER})
-        for stream in self._open_streams(client):
-            match how:
-                case "close":
-                    stream.close()
-                case "reset":
-                    stream.abort()
-                case "garbage":
-                    with suppress(RuntimeError):  # where its side is closed
-                        stream.write(b"\xff" * 8 + b"\n")
-                    stream.close()
-        if client.owns_connection:
-            self._cancel(task)
-
-
-def _check_end(task: Task, client: _Client) -> None:
-    """The end of a task has its reason."""
-    if task.cancelled():
-        assert client.is_cancelled, f"{task.get_name()} was cancelled, and not by a rule"
-    elif task.done() and (error := task.exception()) is not None:
-        if not (client.is_excused and isinstance(error, OSError)):
-            raise understood(error)
+    def _abort_streams(self, client: _Client) -> None:
+        for stream in self.loop.streams(client.host):
+            stream.abort()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
-from typing import Any, ClassVar, Self
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar, NoReturn, Self
 
 from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine
@@ -23,6 +25,9 @@ from trioengine.core.lifecycle import (
 )
 from trioengine.testing.fuzz.program import Program, RuleSwarm
 from trioengine.testing.fuzz.trace import Trace
+from trioengine.testing.sim_loop import Livelock
+
+LONGEST = 3.0  # seconds of the processor's time that a rule may take, by far
 
 
 class Coverage(Observer):
@@ -162,7 +167,8 @@ class Machine(RuleBasedStateMachine):
 
     def _try(self, step: Callable[[], None]) -> None:
         try:
-            step()
+            with _interrupted_when_late():
+                step()
         except HypothesisException:
             raise
         except Exception as exc:
@@ -176,6 +182,25 @@ class Machine(RuleBasedStateMachine):
         """From this one place, and outside of any handler: hypothesis compares where exceptions come from."""
         if self.finding is not None:
             raise self.finding
+
+
+@contextmanager
+def _interrupted_when_late() -> Iterator[None]:
+    """In the main thread, raise Livelock within code that runs for too long, again and again until it ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, _raise_livelock)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST, LONGEST)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _raise_livelock(*_: object) -> NoReturn:
+    raise Livelock(f"a task has run for {LONGEST:g} s, and let no other one run")
 
 
 def _leaf(error: Exception) -> Exception:

@@ -234,9 +234,13 @@ def _fewer_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Within, the engine's log goes to the handlers of machines alone, which get its errors."""
+    """Within, the engine's log goes to the handlers of machines alone, which get its errors.
+
+    Logs of programs go where these have sent them, and not to stderr by default.
+    """
     logger = logging.getLogger("trioengine")
     before = logger.level, logger.propagate, logger.handlers
+    last_resort, logging.lastResort = logging.lastResort, logging.NullHandler()
     logger.setLevel(logging.ERROR)
     logger.propagate, logger.handlers = False, [logging.NullHandler()]
     try:
@@ -244,3 +248,4 @@ def silence() -> Iterator[None]:
     finally:
         logger.setLevel(before[0])
         _, logger.propagate, logger.handlers = before
+        logging.lastResort = last_resort

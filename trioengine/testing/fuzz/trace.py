@@ -16,6 +16,7 @@ from trioengine.core.messages import WIRE_NAMES, Message, TokensRow
 from trioengine.testing.simulated_worker import Handled, SimulatedWorker, WorkerObserver
 
 _FUZZER = str(Path(__file__).parent)
+_KIT = str(Path(__file__).parents[1])
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(trio.__file__).parent), "<")
 _MOST = 72  # characters of a value
 
@@ -76,8 +77,9 @@ def _short(value: object) -> str:
 
 
 def place(error: BaseException) -> str:
-    """The innermost line of the error's traceback that is not a library's."""
+    """The innermost line of the error's traceback that is neither a library's nor, if there is one, the kit's."""
     frames = _own_frames(error)
+    frames = [frame for frame in frames if not frame.filename.startswith(_KIT)] or frames
     return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else "an unknown place"
 
 
