@@ -91,8 +91,8 @@ class AsyncioLoop:
         return [task for task in self.tasks if not task.done()]
 
     def stacks(self) -> str:
-        """Where the tasks wait that have not ended."""
-        return "\n".join(f"{task.get_name()}:\n{_stack(task)}" for task in self.unfinished)
+        """Where the tasks wait that have not ended, the latest first."""
+        return "\n".join(f"{task.get_name()}:\n{_stack(task)}" for task in reversed(self.unfinished))
 
     def streams(self, host: str) -> list[Any]:
         """Return the transports at a host, of connections that are not over."""

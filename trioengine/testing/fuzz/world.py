@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -213,10 +213,10 @@ class World(Machine):
                 return
         raise AssertionError(f"no rest after {ROUNDS} rounds:\n{self.loop.stacks()}")
 
-    def _run_out(self, done: Callable[[], bool], complaint: str, names: Container[str] | None = None) -> None:
+    def _run_out(self, done: Callable[[], bool], complaint: str, names: Iterable[str] | None = None) -> None:
         """Settle, and let the clock jump from deadline to deadline, until it is done or the horizon is reached.
 
-        The complaint shows where the tasks with these names wait, or all tasks.
+        The complaint shows where the tasks with these names wait, in this order, or all tasks.
         """
         self._settle()
         self._check_bounds()
@@ -226,11 +226,15 @@ class World(Machine):
             if self.worker is not None and self.worker.seconds_to_recover > 0.0:
                 step = min(step, self.worker.seconds_to_recover)
             self._raise_crash()
-            assert math.isfinite(step) and passed < self.horizon, f"{complaint}:\n{self.loop.stacks(names)}"
+            assert math.isfinite(step) and passed < self.horizon, f"{complaint}:\n{self._where(names)}"
             self.loop.clock.jump(max(step, 0.0))
             passed += step
             self._settle()
             self._check_bounds()
+
+    def _where(self, names: Iterable[str] | None) -> str:
+        """Where the tasks with these names wait, or all tasks."""
+        return self.loop.stacks(names)
 
     def _check_bounds(self) -> None:
         """At rest, and the clock has passed no deadline: nothing takes longer than it may."""
