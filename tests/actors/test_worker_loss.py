@@ -1,5 +1,6 @@
 """The worker dies, hangs or speaks nonsense: with on_worker_loss="fail" everyone is told; the next one takes over."""
 
+import math
 import traceback
 
 import pytest
@@ -74,6 +75,47 @@ async def test_a_worker_that_hangs_is_replaced(autojump_clock, fault):
             assert trio.current_time() - began <= bound + config.ping_interval + 1
         await engine.generate("two", GREEDY, wait=True)
         await everything_is_given_back(engine, simulation)
+
+
+async def test_a_pause_of_the_engine_is_not_the_workers(autojump_clock):
+    """A process that was stopped (SIGSTOP, a frozen container) reads the answer that lies in the pipe."""
+    async with simulated_engine() as (engine, simulation):
+        autojump_clock.autojump_threshold = math.inf
+        worker, config = simulation.worker, engine.config
+        worker.to_engine.by_hand = True
+        autojump_clock.jump(config.ping_interval)
+        await wait_all_tasks_blocked()
+        autojump_clock.jump(10 * config.unresponsive_timeout)
+        await wait_all_tasks_blocked()
+        worker.deliver()
+        worker.to_engine.by_hand = False
+        await wait_all_tasks_blocked()
+        assert engine.statistics().incarnation == 1 and worker.is_alive
+        worker.hang()
+        for seconds in (config.ping_interval, config.unresponsive_timeout):
+            autojump_clock.jump(seconds)
+            await wait_all_tasks_blocked()
+        assert not worker.is_alive
+        autojump_clock.autojump_threshold = 0
+
+
+async def test_a_pause_of_the_engine_is_not_a_slow_load(autojump_clock):
+    config, behaviours = EngineConfig(model="toy", startup_timeout=20), [Behaviour(), Behaviour(load_time=30)]
+    async with simulated_engine(config, behaviours=behaviours) as (engine, simulation):
+        simulation.worker.kill()
+        await trio.sleep(2.5 * config.ping_interval)
+        assert simulation.worker.is_alive and engine.statistics().incarnation == 2
+        autojump_clock.autojump_threshold = math.inf
+        simulation.worker.to_engine.by_hand = True
+        autojump_clock.jump(10 * config.startup_timeout)
+        await wait_all_tasks_blocked()
+        assert simulation.worker.is_alive
+        simulation.worker.deliver()
+        simulation.worker.to_engine.by_hand = False
+        autojump_clock.autojump_threshold = 0
+        await trio.sleep(60)
+        await engine.generate("one", GREEDY)
+        assert engine.statistics().incarnation == 2
 
 
 async def test_a_worker_that_speaks_nonsense_is_replaced(autojump_clock):

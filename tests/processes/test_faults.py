@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 from helpers import faulty_serving
 
@@ -64,8 +65,7 @@ def is_running(pid):
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    with open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
 async def test_a_bug_is_found_and_its_file_is_replayed(smollm2, tmp_path):
@@ -76,3 +76,13 @@ async def test_a_bug_is_found_and_its_file_is_replayed(smollm2, tmp_path):
         run, finding = await hunt.run(steps_of([KILL]))
     assert finding is not None and finding.oracle == "rest", run.findings
     assert "descriptors of the server" in finding.message
+
+
+async def test_a_worker_whose_death_is_missed_is_found(smollm2):
+    """A server that waits endlessly for the end of a dead worker answers no request."""
+    launcher = (sys.executable, faulty_serving.__file__, "miss_the_death", "serve")
+    async with started(command_line(with_model((str(smollm2),)), launcher)) as server:
+        hunt = await hunting(server)
+        hunt.target.deadline = hunt.target.call_deadline = 3.0
+        _, finding = await hunt.run(steps_of([KILL]))
+    assert finding is not None and finding.oracle == "probe", finding

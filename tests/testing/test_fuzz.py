@@ -21,6 +21,7 @@ RUNS = {  # seed and programs: those that reach what can be reached soonest
     "PowerMachine": (4, 1200),
     "RealtimeMachine": (3, 600),
     "HttpMachine": (0, 300),
+    "ClientMachine": (0, 450),
 }
 PROGRAMS_A_MUTANT = 3000
 OUT_OF_REACH = frozenset(  # reached by one program in a thousand
@@ -103,6 +104,15 @@ REACHED = {
         "an image failed its request",
         "an operator aborts a request",
         "images are larger than the whole budget",
+    },
+    "ClientMachine": WHILE_A_RESPONSE_IS_ACTIVE
+    | MORE_THAN_THERE_IS_ROOM_FOR
+    | {
+        *(f"{how} a client with requests" for how in ("leave", "raise", "cancel", "dislike")),
+        *(f"{how} a session with a request" for how in ("leave", "cancel", "end")),
+        "a history is replaced in the middle of a request",
+        "a resumed request resent its images",
+        "an outbox is full",
     },
 }
 

@@ -30,11 +30,11 @@ from trio.testing import MockClock
 
 from trioengine.testing.target.artifacts import curl_lines, page, schedule_svg, script
 from trioengine.testing.target.calibrate import calibrate, detect
-from trioengine.testing.target.dialects import OPENAI
+from trioengine.testing.target.dialects import LLAMA_CPP, OPENAI
 from trioengine.testing.target.driver import TrioDriver
 from trioengine.testing.target.exchange import Event, Target
 from trioengine.testing.target.hunt import Found, Hunt, program_of
-from trioengine.testing.target.oracles import Finding
+from trioengine.testing.target.oracles import Finding, check_process
 from trioengine.testing.target.program import RULES, Step, draw, step_from
 from trioengine.testing.target.wire import (
     Close,
@@ -222,3 +222,32 @@ def test_a_response_is_read_from_any_pieces():
         response.feed(data[at : at + 1])
     answer = answer_of(response)
     assert response.ended and answer.text == "a" and answer.finish_reason == "stop" and answer.done
+
+
+class SlowServer(FaultyServer):
+    """A server that takes 20 ms for each word of a prompt."""
+
+    async def generate(self, stream, prompt, limit, streamed):
+        await trio.sleep(0.02 * len(prompt.split()))
+        await super().generate(stream, prompt, limit, streamed)
+
+
+@pytest.mark.parametrize(
+    ("server", "words", "max_tokens"),
+    [(FaultyServer(), 200, 64), (FaultyServer(0.1), 200, 8), (SlowServer(), 30, 64)],
+)
+async def test_requests_to_a_slow_server_are_small(server, words, max_tokens, seeded, autojump_clock):
+    async with trio.open_nursery() as nursery:
+        target = await calibrated(MemoryDriver(server, nursery))
+        nursery.cancel_scope.cancel()
+    chooser = random.Random(1)
+    steps = [step for _ in range(200) for step in draw(chooser, ["open"], 12, target.most)]
+    assert max(step.args["words"] for step in steps) == words
+    assert max(step.args["max_tokens"] for step in steps) == max_tokens
+
+
+def test_a_prompt_cache_in_memory_is_permitted_where_it_is_the_default():
+    first, now = (365 << 20, 30), (2043 << 20, 30)
+    assert [each.oracle for each in check_process(first, now, OPENAI.memory_may)] == ["process"]
+    assert check_process(first, now, LLAMA_CPP.memory_may) == []
+    assert check_process(first, (40 << 30, 30), LLAMA_CPP.memory_may)

@@ -101,6 +101,11 @@ class Engine:
         """The model as its worker runs it: context, KV blocks, dtype, device. EngineOverloaded until it is READY."""
         return self.runtime.limits
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model takes images; False until its files are read."""
+        return self.runtime.takes_images
+
     def statistics(self) -> Statistics:
         """The counts at this moment; the worker's as it reported them last."""
         runtime = self.runtime

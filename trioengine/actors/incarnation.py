@@ -21,6 +21,7 @@ logger = logging.getLogger("trioengine")
 LAST_FRAMES_TIMEOUT = 0.2  # seconds, from the worker's death
 TERMINATE_TIMEOUT = 1.0  # seconds from SIGTERM to SIGKILL, within the shutdown's deadline
 FORGET_AFTER = 300.0  # seconds of an incarnation's life, after which the deaths before it do not count
+STANDSTILL = 1.0  # seconds by which a timeout is noticed late: the process was stopped, so the worker was not heard
 Dispatch: TypeAlias = Callable[["Incarnation", Message], None]
 KILL_TIMEOUT = 1.0  # seconds from SIGKILL to giving it up, beyond that deadline; the kernel may delay a death
 
@@ -169,16 +170,26 @@ class Incarnation:
             count += 1
             self._pong, self._pinged = trio.Event(), trio.current_time()
             self.link.post(Ping(count))
-            with trio.move_on_after(self._config.unresponsive_timeout):
-                await self._pong.wait()
-            if not self._pong.is_set():
+            if not await self._is_answered(self._pong):
                 self.kill(f"no answer for {self._config.unresponsive_timeout:g} s")
                 return
-            await trio.sleep(self._config.ping_interval)
+            awake = trio.current_time() + self._config.ping_interval
+            await trio.sleep_until(awake)
+            if _stood_still_since(awake):
+                self._last_progress = trio.current_time()
             if self._is_loading and trio.current_time() - self._last_progress > self._config.startup_timeout:
                 doing = "loaded weights" if self.ready else "started"
                 self.kill(f"no progress for {self._config.startup_timeout:g} s while it {doing}")
                 return
+
+    async def _is_answered(self, pong: trio.Event) -> bool:
+        """Wait for an answer; the time in which this process itself was stopped does not count."""
+        while True:
+            with trio.move_on_after(self._config.unresponsive_timeout) as waiting:
+                await pong.wait()
+            if not waiting.cancelled_caught or not _stood_still_since(waiting.deadline):
+                return pong.is_set()
+            self._pinged = trio.current_time()
 
     def on_pong(self, message: Pong) -> None:
         """PONG: the reply to the last PING, with the worker's activity."""
@@ -191,6 +202,14 @@ class Incarnation:
         self._pinged = math.inf
         if self._pong is not None:
             self._pong.set()
+
+
+def _stood_still_since(deadline: float) -> bool:
+    """Return whether a task woke so late that this process must have been stopped; log it."""
+    late = trio.current_time() - deadline
+    if late >= STANDSTILL:
+        logger.warning("the engine stood still for %.0f s", late)
+    return late >= STANDSTILL
 
 
 def _signal_name(number: int) -> str:

@@ -64,7 +64,7 @@ class MemoryPeer(SimulatedPeer):
 
 
 class RemotePeer(MemoryPeer):
-    """A connection of the client library, which is no more cancelled when it breaks than that of a socket."""
+    """A connection of the client library, which, as a socket, is not cancelled when it breaks."""
 
     def __init__(self, is_active: Callable[[], bool]) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ class StepWatch:
         written = sequence.block_table[first : last + 1]
         for other in self._live:
             shared = [] if other is sequence else [block for block in written if block in other.block_table]
-            assert not shared, f"request {sequence.request} writes blocks {shared}, which {other.request} has, too"
+            assert not shared, f"request {sequence.request} writes blocks {shared}, which {other.request} also has"
 
     def _check_starved(self) -> None:
         for sequence, (latest, _) in self._live.items():

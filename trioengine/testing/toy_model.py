@@ -307,7 +307,7 @@ class ToyRunner:
         return begun
 
     def _check_prefix(self, sequence: Sequence, weights: int) -> None:
-        """Check that the values which a sequence begins with, from the prefix cache, are those of its own history."""
+        """Check that the values which a sequence begins with, from the prefix cache, belong to its own history."""
         value, computed = weights, sequence.num_computed_tokens
         for position in range(computed if sequence.images is None else 0):
             value = toy_value(sequence.token_ids[position], value)

@@ -14,6 +14,7 @@ from trioengine.actors.session import Session
 from trioengine.client.client import Client, connect
 from trioengine.client.connection import PING_INTERVAL
 from trioengine.client.prompt import Media
+from trioengine.client.session import Session as RemoteSession
 from trioengine.core.errors import (
     ConnectionLost,
     EngineAsleep,
@@ -28,13 +29,14 @@ from trioengine.core.errors import (
 )
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Completion
-from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz import inside, inside_client
 from trioengine.testing.fuzz.callers import Oops, Reader, SessionHolder, partial_of
 from trioengine.testing.fuzz.conversations import Content, Turn, media_of, text_of
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.memory_peer import RemotePeer
 from trioengine.testing.simulated_peer import PeerState
 
+UNSEALED = "no memory for an image"  # in an error after `fail_system`
 UNANSWERED = "does not answer as trioengine does"  # in an error of a session that is being opened
 
 
@@ -85,6 +87,8 @@ class User:
     dial: Callable[[], Any]
     client: Client | None = None
     raises: bool = False  # its body
+    dislikes_states: bool = False  # its `on_state` raises
+    has_failed: bool = False  # its `on_state` has raised
     over: bool = False
     left_at: float = math.inf
     leave: trio.Event = field(default_factory=trio.Event)
@@ -107,7 +111,12 @@ class User:
     @property
     def is_leaving(self) -> bool:
         """Whether its sessions end because of it."""
-        return self.leave.is_set() or self.scope.cancel_called
+        return self.leave.is_set() or self.is_cut
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether they end at once."""
+        return self.scope.cancel_called or self.has_failed
 
     def go(self, how: str) -> None:
         """Leave the scope in this way."""
@@ -117,12 +126,18 @@ class User:
             case "raise":
                 self.raises = True
                 self.leave.set()
+            case "dislike":
+                self.dislikes_states = True
             case _:
                 self.leave.set()
 
 
 def _take_state(state: str) -> None:
-    LINE.get().states.append(state)
+    line = LINE.get()
+    line.states.append(state)
+    if line.user.dislikes_states:
+        line.user.has_failed = True
+        raise Oops
 
 
 def check_error(
@@ -133,8 +148,8 @@ def check_error(
         case TimedOut():
             assert trio.current_time() >= deadline, f"it has time until {deadline}, and got {error!r}"
         case ConnectionLost():
-            is_displaced = UNANSWERED in str(error) and faults.hit(life, Harm.DISPLACES)
-            is_excused = line.is_harmed or is_displaced or faults.hit(life, Harm.CLOSING)
+            is_refused = UNANSWERED in str(error) and faults.hit(life, Harm.DISPLACES, Harm.CLOSING)
+            is_excused = line.is_harmed or is_refused
             assert is_excused, f"the connection was not harmed, and {error!r}"
         case EngineClosed():
             is_excused = line.user.is_leaving or faults.hit(life, Harm.CLOSING, Harm.WORKERS)
@@ -151,7 +166,7 @@ def check_error(
 
 
 def _check_overloaded(error: EngineOverloaded, life: Life, faults: InjectedFaults, wait: bool | None) -> None:
-    if error.code == "buffers_full":
+    if error.code == "buffers_full" or UNSEALED in str(error):
         return  # also of a history, or of a connection, for which no call waits
     assert wait is not True, f"it was to wait, and got {error!r}"
     if error.code == "overloaded" and not error.is_full:
@@ -169,6 +184,7 @@ class RemoteHolder(SessionHolder):
     line: Line
     opened_by: float = math.inf  # the time at which it gives up
     left_at: float = math.inf
+    handle: RemoteSession | None = None  # also while it is opened
     readers: list[RemoteReader] = field(default_factory=list)  # type: ignore[assignment]
     histories: list[tuple[str, tuple[Turn, ...]]] = field(default_factory=list)  # each after the response with this id
 
@@ -182,11 +198,32 @@ class RemoteHolder(SessionHolder):
                 await self._hold()
         except EngineError as exc:
             self.error = exc
-            check_error(exc, self.line, self.life, self.faults, wait=self.wait, deadline=self.opened_by)
+            if not (self.ended and isinstance(exc, SessionEnded)):
+                check_error(exc, self.line, self.life, self.faults, wait=self.wait, deadline=self.opened_by)
         finally:
             self.over = True
             self.life.end()
             assert self.session is None or self.error is None, f"only entering is refused, and {self.error!r}"
+
+    async def _hold(self) -> None:
+        client = self.line.user.client
+        assert client is not None, "it is started where there is one"
+        self.handle = client.open_session(
+            wait=self.wait, timeout=self.timeout, overflow=self.overflow, history=self.messages
+        )
+        async with self.handle as session:
+            self.session = cast("Session", session)  # has the same interface
+            try:
+                await self.leave.wait()
+            finally:
+                self.left = True
+        assert inside_client.is_closed(session), f"leaving waits until it is closed, and {session} is not"
+
+    def end(self) -> None:
+        """End the session, also while it is opened."""
+        if self.handle is not None:
+            self.ended = True
+            self.handle.end()
 
 
 @dataclass
@@ -197,6 +234,13 @@ class RemoteReader(Reader):
     def has_outcome(self) -> bool:
         """Whether its request has one."""
         return self.generation is not None and self.generation.outcome is not None
+
+    def is_abortable(self, client: Client) -> bool:
+        """Whether an abort by this client ends its request."""
+        holder, generation = self.holder, self.generation
+        assert isinstance(holder, RemoteHolder), "it has a session over a connection"
+        is_there = generation is not None and inside_client.has_id(generation) and holder.line.user.client is client
+        return is_there and not (self.over or self.has_outcome or self.aborted)
 
     def _judge(self, error: EngineError, session: Session) -> None:
         holder = self.holder
@@ -214,6 +258,15 @@ class RemoteReader(Reader):
                 check_error(error, holder.line, self.life, holder.faults, wait=self.wait, deadline=self.deadline)
 
 
+def expect_aborts(client: Client, name: int | str, due: list[RemoteReader]) -> None:
+    """Abort requests by their id or label, twice: the first call ends those that are due."""
+    for expected in (len(due), 0):
+        for reader in due:
+            reader.aborted = True
+        ended = client.abort(name)
+        assert ended == expected, f"abort({name!r}) returned {ended}, and {expected} were going"
+
+
 @dataclass
 class OneShot:
     """A task that awaits `client.generate`."""
@@ -227,6 +280,7 @@ class OneShot:
     timeout: float | None
     label: str
     deadline: float = math.inf
+    late_at: float = math.inf  # when it was first found past it
     completion: Completion | None = None
     error: EngineError | None = None
     aborted: bool = False
@@ -261,6 +315,14 @@ class OneShot:
         return await client.generate(
             prompt, self.params, media=media, wait=self.wait, timeout=self.timeout, label=self.label
         )
+
+    def abort(self) -> None:
+        """Abort it by its label."""
+        client = self.line.user.client
+        assert client is not None, "the call has begun"
+        ended = client.abort(self.label)
+        assert ended <= (0 if self.aborted else 1), f"abort({self.label!r}) returned {ended}, and there is one"
+        self.aborted = self.aborted or ended > 0
 
     @property
     def causes(self) -> set[Cause]:

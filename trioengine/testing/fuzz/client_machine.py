@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import cast
+from collections.abc import Iterator
+from typing import Literal, cast
 
 import trio
 from hypothesis import strategies as st
@@ -13,24 +14,44 @@ from trioengine.actors.engine import Engine
 from trioengine.core.errors import ConnectionLost, EngineError, SessionBusy
 from trioengine.core.sampling_params import Overflow, SamplingParams
 from trioengine.serve.realtime.outbox import SHOWN
-from trioengine.testing.fuzz import inside, inside_client, inside_server
+from trioengine.serve.server import ABORT_TIMEOUT
+from trioengine.testing.fuzz import inside, inside_client, inside_payloads, inside_server
 from trioengine.testing.fuzz.callers import Style, latest_first
-from trioengine.testing.fuzz.client_callers import LINE, Line, OneShot, RemoteHolder, RemoteReader, User, check_error
+from trioengine.testing.fuzz.client_callers import (
+    LINE,
+    Line,
+    OneShot,
+    RemoteHolder,
+    RemoteReader,
+    User,
+    check_error,
+    expect_aborts,
+)
 from trioengine.testing.fuzz.client_oracles import (
+    check_call,
+    check_gone,
     check_holder,
     check_left,
+    check_names,
+    check_nothing_left,
     check_one_shot,
     check_prompt,
     check_reader,
+    check_state,
+    check_stopped,
+    check_usage,
     check_user,
+    check_woken,
     reader_holder,
+    waits_of_readers,
 )
-from trioengine.testing.fuzz.conversations import FILES, Turn, messages_of
+from trioengine.testing.fuzz.conversations import FILES, Turn, content_of, messages_of
 from trioengine.testing.fuzz.environment import Switch
 from trioengine.testing.fuzz.faults import Harm, Life
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.peers import WHICH
 from trioengine.testing.fuzz.program import pick, recorded
+from trioengine.testing.fuzz.promptness import Wait
 from trioengine.testing.fuzz.served import ServedEnvironment
 from trioengine.testing.fuzz.world import EngineFactory, make_engine
 from trioengine.testing.memory_peer import RemotePeer
@@ -48,6 +69,9 @@ HISTORIES: tuple[tuple[Turn, ...], ...] = (
 UNPINGED, UNANSWERED = 19.0, 9.0  # seconds without bytes in which a connection, and a handshake, is not lost
 SQUEEZED = 3_000  # bytes, with which a conversation grows no more
 MOST = 4  # sessions and one-shots at once
+ONE_SHOT_STOPS = ("abort a one-shot", "cancel a one-shot")
+STOPS = ("abort", "cancel", "go on", "abort by id", "abort by label", *ONE_SHOT_STOPS)
+LABELS = ("even", "odd")  # of requests
 
 
 class ClientMachine(ServedEnvironment[RemotePeer]):
@@ -64,6 +88,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         self.readers: list[RemoteReader] = []
         self.one_shots: list[OneShot] = []
         self.dials: list[str] = []  # the next ones fail in these ways
+        self.is_squeezed = False  # the server, by a rule
 
     @recorded(
         initialize,
@@ -106,6 +131,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         which=WHICH,
         prompt=st.sampled_from(PROMPTS),
         stop=st.sampled_from(("", "e", "a b")),
+        min_tokens=st.sampled_from((0, 0, 9)),
         style=st.sampled_from([style.value for style in Style]),
         keep_partial=st.booleans(),
         timeout=TIMEOUT,
@@ -117,6 +143,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         which: int,
         prompt: str,
         stop: str,
+        min_tokens: int,
         style: str,
         keep_partial: bool,
         timeout: float | None,
@@ -124,7 +151,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         rounds: int,
     ) -> None:
         """A request with other parameters; how far it gets is given."""
-        params = SamplingParams(max_tokens=20, stop=(stop,) if stop else ())
+        params = SamplingParams(max_tokens=20, stop=(stop,) if stop else (), min_tokens=min_tokens)
         self._read(which, Style(style), params, prompt=prompt, keep_partial=keep_partial, timeout=timeout, wait=wait)
         self._flow(rounds)
 
@@ -136,22 +163,23 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         self._flow(rounds)
 
     @precondition(lambda self: self.num_callers < MOST)
-    @recorded(wait=WAIT, timeout=TIMEOUT, max_tokens=st.sampled_from((1, 20)))
-    def ask_once(self, wait: bool | None, timeout: float | None, max_tokens: int) -> None:
+    @recorded(wait=WAIT, timeout=TIMEOUT, max_tokens=st.sampled_from((1, 20)), media=st.sampled_from(("", *FILES)))
+    def ask_once(self, wait: bool | None, timeout: float | None, max_tokens: int, media: str) -> None:
         """`client.generate`."""
         user = self._begin_user()
         label = f"one-shot-{len(self.one_shots) + 1}"
         params = SamplingParams(max_tokens=max_tokens)
-        call = OneShot(Life(self.faults), self.faults, Line(user), "hi", params, wait, timeout, label)
+        content = content_of(media if self.shows else "", "hi")
+        call = OneShot(Life(self.faults), self.faults, Line(user), content, params, wait, timeout, label)
         self.one_shots.append(call)
         self.loop.start_soon(call.run, name=label)
 
     @precondition(lambda self: self.readers or self.one_shots)
-    @recorded(which=WHICH, what=st.sampled_from(("abort", "cancel", "go on", "abort by id", "one-shot")))
+    @recorded(which=WHICH, what=st.sampled_from(STOPS))
     def stop_reading(self, which: int, what: str) -> None:
         """Also of a request that is over; the latest is the first to be chosen."""
-        if what == "one-shot" or not self.readers:
-            self._stop_one_shot(which)
+        if what in ONE_SHOT_STOPS or not self.readers:
+            self._stop_one_shot(which, what)
         else:
             self._stop(pick(latest_first(self.readers), which), what)
 
@@ -192,9 +220,9 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
             holder.histories.append((last, HISTORIES[turns]))
 
     @precondition(lambda self: self.user is not None)
-    @recorded(how=st.sampled_from(("leave", "raise", "cancel")))
+    @recorded(how=st.sampled_from(("leave", "raise", "cancel", "dislike")))
     def leave_client(self, how: str) -> None:
-        """The scope of `connect` is left, with all its sessions."""
+        """The scope of `connect` is left, with all its sessions; or will be, as its `on_state` raises from now on."""
         assert self.user is not None, "there is one"
         self.coverage.saw(f"{how} a client with {'requests' if self.running_readers else 'no requests'}")
         self.user.go(how)
@@ -220,15 +248,16 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         return peer.client_stream
 
     @precondition(lambda self: any(client.is_active for client in self.clients) or self.engine.power.asleep)
-    @recorded(how=st.sampled_from(("keep", "wake", "wake", "wake", "abort", "wait", "weights")))
-    def switch(self, how: Switch) -> None:
-        """The operator puts the engine to sleep, or wakes it."""
-        self._switch(how)
+    @recorded(how=st.sampled_from(("keep", "wake", "wake", "wake", "abort", "wait", "weights", "update")))
+    def switch(self, how: Switch | Literal["update"]) -> None:
+        """The operator puts the engine to sleep, wakes it, or loads the weights that it has, as another version."""
+        self._switch_or_update(how)
 
     @precondition(lambda self: self.clients)
     @recorded(num_bytes=st.sampled_from((SQUEEZED, 10_000, max_buffered_bytes)))
     def squeeze(self, num_bytes: int) -> None:
         """The server has room for so many bytes of its clients."""
+        self.is_squeezed = num_bytes < self.max_buffered_bytes
         inside_server.set_max_buffered_bytes(self.server, num_bytes)
 
     def _gone(self, client: RemotePeer, how: str) -> None:
@@ -280,33 +309,37 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         media: str = "",
     ) -> None:
         holder = pick(self.open_holders, which)
-        reader = RemoteReader(Life(self.faults), holder, prompt, params, style, keep_partial, timeout, wait, media)
+        label = pick(LABELS, len(self.readers))
+        reader = RemoteReader(
+            Life(self.faults), holder, prompt, params, style, keep_partial, timeout, wait, media, label
+        )
         holder.readers.append(reader)
         self.readers.append(reader)
         self.loop.start_soon(reader.run, name=f"reader-{len(self.readers)}")
 
     def _stop(self, reader: RemoteReader, what: str) -> None:
-        generation = reader.generation
+        generation, client = reader.generation, reader_holder(reader).line.user.client
+        assert client is not None, "there is one"
         if what == "cancel":
             reader.scope.cancel()
         elif what == "go on":
             reader.go_on.set()
-        elif generation is not None and reader.entered:
-            is_to_end = generation.outcome is None and not reader.aborted
-            reader.aborted = True
-            for due in (is_to_end, False):
-                client = reader.holder.engine
-                ended = generation.abort() if what == "abort" else client.abort(generation.request_id)
-                assert ended == due, f"abort() returned {ended} for {generation}"
+        elif what == "abort by label":
+            ended = [each for each in self.readers if each.label == reader.label and each.is_abortable(client)]
+            expect_aborts(client, reader.label, ended)
+        elif generation is not None and inside_client.has_id(generation) and (reader.entered or not reader.over):
+            due = [reader] if reader.is_abortable(client) else []
+            if what == "abort":
+                reader.aborted, aborted = True, generation.abort()
+                assert aborted == bool(due), f"abort() returned {aborted} for {generation}"
+                due = []
+            expect_aborts(client, generation.request_id, due)
 
-    def _stop_one_shot(self, which: int) -> None:
+    def _stop_one_shot(self, which: int, what: str) -> None:
         running = [call for call in self.one_shots if not call.over]
         if running:
             call = pick(running, which)
-            call.aborted = True
-            client = call.line.user.client
-            assert client is not None, "the call has begun"
-            client.abort(call.label)
+            call.abort() if what == "abort a one-shot" else call.scope.cancel()
 
     # ---- queries ----------------------------------------------------------------------------------------------------
 
@@ -334,6 +367,11 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         return [reader for reader in self.readers if not reader.over]
 
     @property
+    def payloads_wait(self) -> bool:
+        """Whether an event waits for room for its images."""
+        return len(inside_payloads.budget(self.engine).line) > 0
+
+    @property
     def in_use(self) -> bool:
         return bool(self.users)
 
@@ -343,21 +381,28 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         super()._look()
         for caller in self.callers:
             is_open = isinstance(caller, RemoteHolder) and caller.session is not None
-            if self.waited > (UNPINGED if is_open else UNANSWERED):
+            bound = ABORT_TIMEOUT if self.is_closing else UNPINGED if is_open else UNANSWERED
+            if self.waited >= bound:
                 for peer in caller.line.peers[-1:]:
                     peer.is_harmed = True
+
+    def _waits(self) -> Iterator[Wait]:
+        yield from super()._waits()
+        if not self.is_squeezed and self.is_well and not self.payloads_wait:
+            yield from waits_of_readers(self.running_readers, self.engine)
 
     def _check_blocked(self) -> None:
         super()._check_blocked()
         for caller in self.callers:
             caller.line.listen()
+        if not self.payloads_wait:
+            check_stopped(self.holders, inside.sessions(self.engine))
         for reader in self.readers:
             check_prompt(reader)
         for holder in self.holders:
             check_left(holder)
         for call in self.one_shots:
-            is_late = trio.current_time() >= call.deadline or call.scope.cancel_called
-            assert call.over or not is_late, f"its time is over, and it goes on: {call.label}"
+            check_call(call)
         for user in self.users:
             check_user(user)
 
@@ -367,10 +412,12 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
             if reader.over and not reader.checked:
                 check_reader(reader, self.faults)
                 reader.checked = True
+                check_usage(reader, self.requests.whole_answers)
         for call in self.one_shots:
             if call.over and not call.checked:
                 check_one_shot(call, self.faults)
                 call.checked = True
+        check_names(self.holders, self.server.model_name)
         for holder in self.holders:
             check_holder(holder)
         if self.is_well:
@@ -378,29 +425,16 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
             self._check_rest()
 
     def _check_rest(self) -> None:
-        """Nothing moves, and the worker is well: what can be done is done, and nothing is left of those that went."""
+        """At rest, with a worker that is well: all that can go on does, and callers that went have left nothing."""
         may_wait = self.engine.power.asleep or inside.is_change_pending(self.engine)
-        for reader in self.running_readers if not may_wait else ():
-            waits = reader.is_stalled or not (reader.entered or reader.wait is False)
-            assert waits or not reader_holder(reader).line.is_well, f"it is never woken: {reader.generation}"
-        for caller in self.callers:
-            if caller.over and not caller.line.is_harmed:
-                left = [peer for peer in caller.line.peers if not peer.is_over]
-                assert not left, f"it is over, and {len(left)} of its connections are open: {caller}"
+        check_woken(self.running_readers if not may_wait else ())
+        check_gone(self.callers)
         for holder in self.holders:
-            self._check_state(holder)
-
-    def _check_state(self, holder: RemoteHolder) -> None:
-        """A session that can hear it has reported the engine's state, and nothing keeps one that is to end or open."""
-        if holder.over or not holder.line.is_well:
-            return
-        waits = holder.session is not None or holder.wait is not False
-        assert waits and not holder.leave.is_set(), f"it is never done: {holder}"
-        if holder.is_open:
-            state, shown = (["awake", *holder.line.states])[-1], SHOWN[self.engine.state]
-            assert state == shown, f"{holder.session} hears {state}, the engine is {shown}"
+            check_nothing_left(holder)
+            check_state(holder, SHOWN[self.engine.state])
 
     def _let_go(self) -> None:
+        self.is_squeezed = False
         inside_server.set_max_buffered_bytes(self.server, self.max_buffered_bytes)
         for peer in self.clients:
             if peer.peer_state is PeerState.STALLED:

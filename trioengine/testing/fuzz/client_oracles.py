@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 
 import trio
 
+from trioengine.actors.engine import Engine
 from trioengine.client.connection import CLOSE_TIMEOUT
 from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
@@ -27,6 +30,8 @@ from trioengine.testing.fuzz.conversations import (
     text_of,
 )
 from trioengine.testing.fuzz.faults import InjectedFaults
+from trioengine.testing.fuzz.inside import SessionActor
+from trioengine.testing.fuzz.promptness import Wait
 from trioengine.testing.fuzz.world import LIMITS
 
 MOST_SILENCES = (
@@ -125,15 +130,50 @@ def check_holder(holder: RemoteHolder) -> None:
     assert session.end_cause is None or holder.gave_up, f"{session} has ended, and was not ended"
     if any(not reader.over or not _is_settled(reader) for reader in holder.readers):
         return
-    is_told = holder.line.is_well or session.end_cause is not None  # else the server may not have heard of a cancel
-    left = {name: count for name, count in inside_client.left_in(session).items() if count and is_told}
-    assert not left, f"all calls of {session} are over, and left are {left}"
     found = [(message["role"], message["content"]) for message in session.history]
     expected = [(role, chat_content(content)) for role, content in committed(holder)]
     may_differ = holder.overflow != "refuse" and (holder.line.is_harmed or session.end_cause is not None)
     if may_differ:  # the server did not get to report the turns that it dropped
         found = found[len(found) - len(expected) :]
     assert found == expected, f"the history is {found}, committed was {expected}"
+
+
+def check_nothing_left(holder: RemoteHolder) -> None:
+    """At rest, with a worker that is well: a session without calls has no request, if it was heard."""
+    if holder.session is None or holder.is_busy:
+        return
+    if holder.line.is_well or holder.session.end_cause is not None:
+        left = {name: count for name, count in inside_client.left_in(holder.session).items() if count}
+        assert not left, f"all calls of {holder.session} are over, and left are {left}"
+    if holder.line.is_well and holder.session.end_cause is None:
+        unanswered = inside_client.num_unanswered(holder.session)
+        assert not unanswered, f"{unanswered} events of {holder.session} are never answered"
+
+
+def check_woken(readers: Iterable[RemoteReader]) -> None:
+    """At rest: nothing keeps these readers, but a connection that was harmed."""
+    for reader in readers:
+        waits = reader.is_stalled or not (reader.entered or reader.wait is False)
+        assert waits or not reader_holder(reader).line.is_well, f"it is never woken: {reader.generation}"
+
+
+def check_gone(callers: Iterable[RemoteHolder | OneShot]) -> None:
+    """At rest: of those that are over no connection is open."""
+    for caller in callers:
+        if caller.over and not caller.line.is_harmed:
+            left = [peer for peer in caller.line.peers if not peer.is_over]
+            assert not left, f"it is over, and {len(left)} of its connections are open: {caller}"
+
+
+def check_state(holder: RemoteHolder, shown: str) -> None:
+    """A session that can hear it has reported the engine's state, and nothing keeps one that is to end or open."""
+    if holder.over or not holder.line.is_well:
+        return
+    waits = holder.session is not None or holder.wait is not False
+    assert waits and not holder.leave.is_set(), f"it is never done: {holder}"
+    if holder.is_open:
+        state = (["awake", *holder.line.states])[-1]
+        assert state == shown, f"{holder.session} hears {state}, the engine is {shown}"
 
 
 def _is_settled(reader: Reader) -> bool:
@@ -147,6 +187,8 @@ def check_prompt(reader: RemoteReader) -> None:
     line = reader_holder(reader).line
     assert trio.current_time() < reader.deadline, f"its time is over, and its reader waits: {reader.generation}"
     assert line.silences < MOST_SILENCES, f"nothing has arrived for long, and its reader waits: {reader.generation}"
+    is_woken = not (reader.entered and inside_client.has_unread(reader.generation))
+    assert is_woken, f"there is text to read, and its reader waits: {reader.generation}"
 
 
 def check_left(holder: RemoteHolder) -> None:
@@ -155,10 +197,71 @@ def check_left(holder: RemoteHolder) -> None:
         return
     now = trio.current_time()
     assert not holder.scope.cancel_called, f"it is cancelled, and goes on: {holder.session}"
+    assert holder.session is not None or not holder.ended, f"it is ended, and is being opened: {holder.handle}"
     assert holder.session is not None or now < holder.opened_by, "its time is over, and its session is being opened"
     if holder.leave.is_set() and holder.session is not None:
         holder.left_at = min(holder.left_at, now)
     assert now <= holder.left_at + CLOSE_TIMEOUT, f"it is left, and goes on: {holder.session}"
+
+
+def check_stopped(holders: Sequence[RemoteHolder], sessions: Iterable[SessionActor]) -> None:
+    """No task can run: the server goes on with no request of which it has heard that it is stopped."""
+    going = {session.label: session for session in sessions if inside.phase(session) in inside.GOING}
+    for holder in holders if going else ():
+        session = holder.handle
+        if session is None or session.id is None or not holder.line.is_well or holder.line.peers[-1].moves:
+            continue
+        is_wanted = any(not (reader.over or reader.has_outcome or reader.aborted) for reader in holder.readers)
+        assert is_wanted or session.id not in going, f"{session} has no request, and the server: {going[session.id]}"
+
+
+def check_names(holders: Sequence[RemoteHolder], model: str) -> None:
+    """Sessions have ids of their own, and the server's model; requests have ids of their own at their client."""
+    sessions = [holder.handle for holder in holders if holder.session is not None and holder.handle is not None]
+    assert len({session.id for session in sessions}) == len(sessions), f"ids are used again: {sessions}"
+    assert all(session.model == model for session in sessions), f"sessions of another model than {model}: {sessions}"
+    names = [
+        (id(holder.line.user), reader.generation.request_id)
+        for holder in holders
+        for reader in holder.readers
+        if reader.generation is not None and reader.entered
+    ]
+    assert len(set(names)) == len(names), f"ids of requests are used again: {names}"
+
+
+def check_usage(reader: Reader, answers: Sequence[Completion]) -> None:
+    """The usage of a whole answer is that of an answer of the server's engine."""
+    generation = reader.generation
+    if generation is None or generation.outcome is None or not generation.outcome.is_complete:
+        return
+    usage = generation.completion.usage
+    found = any(
+        usage == replace(each.usage, queue_time=0.0, prefill_time=0.0) and each.text == generation.completion.text
+        for each in answers
+    )
+    assert found, f"the client has {usage}, the engine {[each.usage for each in answers]}"
+
+
+def waits_of_readers(readers: Iterable[RemoteReader], engine: Engine) -> Iterator[Wait]:
+    """Requests that are asked again after a refusal, though they are taken by now, or are not to wait any more."""
+    is_awake = inside.is_admitting(engine)
+    is_free = inside.num_in_flight(engine) < engine.config.max_num_seqs and not inside.num_waiting(engine)
+    for reader in readers:
+        is_waiting = not reader.entered and not reader.is_stalled and reader_holder(reader).line.is_well
+        if is_waiting and (is_free if is_awake else reader.wait is not True):
+            seconds = max(engine.config.restart_delays) + 1.0  # the longest that the server names in a refusal
+            yield Wait(("client", id(reader), is_awake), seconds, f"it waits: {reader.generation}")
+
+
+def check_call(call: OneShot) -> None:
+    """No task can run: a one-shot whose time is over, or that is cancelled, does no more than close its session."""
+    if call.over:
+        return
+    now = trio.current_time()
+    assert not call.scope.cancel_called, f"it is cancelled, and goes on: {call.label}"
+    if now >= call.deadline:
+        call.late_at = min(call.late_at, now)
+    assert now <= call.late_at + CLOSE_TIMEOUT, f"its time is over, and it goes on: {call.label}"
 
 
 def check_user(user: User) -> None:
@@ -166,7 +269,7 @@ def check_user(user: User) -> None:
     if user.over:
         return
     now = trio.current_time()
-    assert not user.scope.cancel_called, "connect() is cancelled, and goes on"
+    assert not user.is_cut, "connect() is cancelled, or its callback has raised, and it goes on"
     if user.leave.is_set():
         user.left_at = min(user.left_at, now)
     assert now <= user.left_at + CLOSE_TIMEOUT, "connect() is left, and goes on"

@@ -129,7 +129,7 @@ class HttpClient(SimulatedPeer):
         self._exchanges: deque[Exchange] = deque()  # whose responses have not come whole
         self._unasked = b""
         self._spoilt = False  # it has sent bytes that are not a request
-        self._is_last = False  # the server has said that it closes the connection
+        self._is_last = False  # the server has announced that it closes the connection
         self._answered_after = clock()  # when it sent the last request that was answered, or connected
         self._heard_at = clock()  # when bytes last came
         self._idle_since: float | None = None  # when it came to rest without a request

@@ -122,7 +122,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     @precondition(lambda self: self.has_speakers)
     @recorded(which=WHICH, name=st.sampled_from(tuple(PROBES)))
     def probe(self, which: int, name: str) -> None:
-        """A request that is answered at once, or refused for what is wrong with it."""
+        """A request that is answered at once, or refused because a part of it is wrong."""
         probe = PROBES[name]
         judge = probe.judge if self.served else probe.judge_early
         pick(self.speakers, which).request(probe.request, judge)
@@ -228,7 +228,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
             assert len(stuck) <= self._num_asleep, f"requests of {stuck} are never answered"
 
     def _all_gone(self) -> None:
-        """The counts of a last scrape are those of the requests that there were."""
+        """A last scrape counts each request of the program once."""
         if not self.is_well or self.faults.closing:
             return
         self._connect(0)

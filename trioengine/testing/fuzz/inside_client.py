@@ -18,7 +18,11 @@ from trioengine.testing.fuzz import inside
 def left_over(client: Client) -> dict[str, int]:
     """How many of each kind are registered at a client; all are 0 when its sessions are over."""
     connections, requests = client._connections, client._requests
-    return {"connections": len(connections._open), "requests": len(requests._unsettled)}
+    return {
+        "connections": len(connections._open),
+        "connections being opened": len(connections._opening),
+        "requests": len(requests._unsettled),
+    }
 
 
 def left_in(session: object) -> dict[str, int]:
@@ -28,8 +32,30 @@ def left_in(session: object) -> dict[str, int]:
     return {"requests being entered": len(state._entering), "requests in flight": int(in_flight)}
 
 
+def num_unanswered(session: object) -> int:
+    """How many events of a session were not sent, or not answered."""
+    posts = _proxy(session).connection.posts
+    return len(posts._unsent) + len(posts._unanswered)
+
+
+def is_closed(session: object) -> bool:
+    """Whether the session has no connection, or its connection is closed."""
+    over = _proxy(session).connection._over
+    return over is None or over.is_set()
+
+
+def has_id(generation: object) -> bool:
+    """Whether the request has an id, by which it can be aborted."""
+    return isinstance(generation, Generation) and generation._state.id is not None
+
+
+def has_unread(generation: object) -> bool:
+    """Whether there is text that was not read."""
+    return isinstance(generation, Generation) and generation._state.has_unread
+
+
 def response_id(generation: object) -> str:
-    """The server's id of a response, which is greater than those of all before it; empty if there is none."""
+    """The server's id of a response, which is greater than the ids of all before it; empty if there is none."""
     return generation.response_id or "" if isinstance(generation, Generation) else ""
 
 

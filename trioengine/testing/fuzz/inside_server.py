@@ -32,7 +32,7 @@ BETWEEN = 1024  # characters of other events, at most, between a check for room 
 
 
 def set_max_buffered_bytes(server: Server, num_bytes: int) -> None:
-    """Change the budget of bytes that the server keeps for its clients, and for those of a key."""
+    """Change the budget of bytes that the server keeps for its clients, and for the clients of one key."""
     server.budget._max_bytes = server.budget._max_bytes_per_key = num_bytes
 
 

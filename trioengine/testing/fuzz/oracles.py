@@ -204,7 +204,7 @@ def check_served(
 ) -> None:
     """Nothing moves, the worker is well, and the engine does not sleep: only a session that finds no slot waits.
 
-    A one-shot call waits for one, too. A reader that reads nothing has its answer.
+    So does a one-shot call. A reader that reads nothing has its answer.
     """
     taken = sum(holder.session is not None and not holder.over for holder in holders)
     waiting: list[object] = [

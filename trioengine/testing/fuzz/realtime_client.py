@@ -200,9 +200,9 @@ class RealtimeClient(SimulatedClient):
             assert waits < most, f"a client has answered no ping for {waits:g} s, and is connected"
 
     def check_closed(self) -> None:
-        """At rest, and the server is closed: its responses are over, and it has said goodbye."""
+        """At rest, and the server is closed: its responses are over, and it has sent a close frame."""
         is_served = self.peer_state is PeerState.WELL and self.accepted and self.can_send
-        assert not is_served or self.responses, "the server is closed, and has not said goodbye"
+        assert not is_served or self.responses, "the server is closed, and has sent no close frame"
 
     def on_goodbye(self, code: int) -> None:
         assert code != TRY_AGAIN_LATER or self._is_dropped, "no message was dropped"

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from typing import Any, ClassVar, Literal
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
-from trioengine.core.errors import TransitionFailed
 from trioengine.serve.realtime.outbox import SHOWN
 from trioengine.testing.fuzz import inside, inside_payloads, inside_server
 from trioengine.testing.fuzz.conversations import FILES, content_of
 from trioengine.testing.fuzz.environment import Switch
-from trioengine.testing.fuzz.faults import Harm
 from trioengine.testing.fuzz.inside_payloads import Payload
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.peers import WHICH
@@ -23,7 +20,6 @@ from trioengine.testing.fuzz.realtime_client import ALWAYS_REFUSED, RealtimeClie
 from trioengine.testing.fuzz.served import ServedEnvironment
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import PeerState
-from trioengine.testing.toy_model import TOY_PATH
 
 PROMPTS = ("a", "be", "<|im_end|>")
 TOKENS = st.sampled_from((1, 3, 20))
@@ -164,11 +160,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     @recorded(how=st.sampled_from(("keep", "wake", "wake", "wake", "abort", "wait", "weights", "update")))
     def switch(self, how: Switch | Literal["update"]) -> None:
         """The operator puts the engine to sleep, wakes it, or loads the weights that it has, as another version."""
-        if how != "update":
-            self._switch(how)
-            return
-        self.faults.begin(Harm.SLEEP)
-        self._call("update", functools.partial(self.engine.update_weights, TOY_PATH, mode="keep"), (TransitionFailed,))
+        self._switch_or_update(how)
 
     # ---- overrides --------------------------------------------------------------------------------------------------
 

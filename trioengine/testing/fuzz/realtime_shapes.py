@@ -9,7 +9,7 @@ from trioengine.testing.fuzz.shapes import RATE, SERVER, WAITS, has_fields
 
 _PLACE = ("response_id", "item_id", "output_index", "content_index")
 _ITEM = ("previous_item_id", "item")
-_FIELDS: Mapping[str, tuple[str, ...]] = {  # of each event, beside those of all
+_FIELDS: Mapping[str, tuple[str, ...]] = {  # of each event, beside the fields that all have
     "session.created": ("session",),
     "session.updated": ("session",),
     "conversation.item.added": _ITEM,
@@ -73,7 +73,7 @@ def check_error(error: object) -> None:
     assert isinstance(error, dict), f"the error is {error!r}"
     names = ("type", "code", "message", "param", "event_id")
     has_fields(error, (*names, "retry_after") if error.get("code") in WAITS else names, "an error")
-    assert error["message"] and error["code"], f"the error says nothing: {error}"
+    assert error["message"] and error["code"], f"the error is empty: {error}"
     if error["type"] == RATE:
         assert error["code"] in TOO_MUCH, f"no rate was limited: {error}"
     elif error["code"] in WAITS:

@@ -5,24 +5,26 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
 from trioengine.actors.generation import Generation
+from trioengine.core.errors import TransitionFailed
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT
 from trioengine.serve.server import ABORT_TIMEOUT, Server
 from trioengine.testing.fuzz import inside, inside_payloads, inside_server
 from trioengine.testing.fuzz.callers import Call
-from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, PicturesEnvironment
+from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, PicturesEnvironment, Switch
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.fuzz.inside_server import RealtimeConnection, Response
 from trioengine.testing.fuzz.peers import Client, PeersEnvironment
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.world import VARIANTS, EngineFactory, make_engine
 from trioengine.testing.simulated_peer import PeerState
+from trioengine.testing.toy_model import TOY_PATH
 
 MAX_CLIENTS = 2  # at once
 OUTAGES = ("abort all", *WORKER_OUTAGES, *STARTS, "abort all", "drain", "drain soon", "abort")
@@ -132,6 +134,13 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
                 self._begin_drain(self._drain_server, None if way == "drain" else 0.5)
             case _:
                 self._suffer(way)
+
+    def _switch_or_update(self, how: Switch | Literal["update"]) -> None:
+        if how != "update":
+            self._switch(how)
+            return
+        self.faults.begin(Harm.SLEEP)
+        self._call("update", functools.partial(self.engine.update_weights, TOY_PATH, mode="keep"), (TransitionFailed,))
 
     async def _drain_server(self, timeout: float | None) -> bool:
         finished = await self.server.drain(timeout)

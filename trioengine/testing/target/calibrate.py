@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from trioengine.testing.target.dialects import DIALECTS, OPENAI, SIGNS, Dialect
-from trioengine.testing.target.exchange import GOLDEN_PROMPT, GOLDEN_TOKENS, Exchange, Target
+from trioengine.testing.target.exchange import GOLDEN_PROMPT, GOLDEN_TOKENS, Exchange, Target, prompt_of
 from trioengine.testing.target.oracles import Golden
+from trioengine.testing.target.program import RULES
 from trioengine.testing.target.wire import (
     Action,
     Answer,
@@ -28,6 +29,7 @@ CROWD = 3  # streams beside the golden prompt
 LEAST, MOST = 10.0, 90.0  # seconds: bounds of the deadline
 PATIENCE = 120.0  # seconds for the first answers
 SLOWDOWN = 20  # the deadline, in answers to the golden prompt
+LONG = 1.0  # seconds: the search sends no request that takes longer alone, so that there is time for many programs
 
 
 class NoTarget(Exception):
@@ -59,7 +61,7 @@ def calibrate(target: Target, model: str | None = None) -> Action[Target]:
     """Return the target with everything that the oracles compare with. Raises NoTarget."""
     exchange = Exchange(target)
     target.model = model or (yield from _first_model(exchange))
-    slowest = 0.0
+    slowest, fastest = 0.0, PATIENCE
     answers: list[Answer] = []
     for repeat in range(REPEATS):
         begin = yield Now()
@@ -69,8 +71,10 @@ def calibrate(target: Target, model: str | None = None) -> Action[Target]:
             response = yield from exchange.complete(GOLDEN_PROMPT, GOLDEN_TOKENS, PATIENCE)
         _check_first(target, response)
         answers.append(answer_of(response))
-        slowest = max(slowest, (yield Now()) - begin)
+        seconds = (yield Now()) - begin
+        slowest, fastest = max(slowest, seconds), min(fastest, seconds)
     target.deadline = min(MOST, max(LEAST, SLOWDOWN * slowest))
+    yield from _measure_pace(exchange, fastest / GOLDEN_TOKENS)
     target.golden = Golden(prompt_tokens=_stable_prompt(answers))
     yield from _find_logprobs(exchange)
     if len({answer.text for answer in answers}) == 1:
@@ -101,6 +105,17 @@ def _check_first(target: Target, response: Response) -> None:
 def _stable_prompt(answers: list[Answer]) -> int | None:
     counts = {(answer.usage or {}).get("prompt_tokens") for answer in answers}
     return counts.pop() if len(counts) == 1 else None
+
+
+def _measure_pace(exchange: Exchange, token: float) -> Action[None]:
+    """Find the arguments that are small enough for the server's pace; `token` is its time for one, in seconds."""
+    words = max(RULES["open"]["words"])
+    begin = yield Now()
+    yield from exchange.complete(prompt_of("hello", words), 1, PATIENCE)
+    prompt = (yield Now()) - begin
+    longest = words if prompt < LONG else int(words * LONG / prompt)
+    exchange.target.most = {"words": longest, "max_tokens": max(8, int(LONG / max(token, 0.001)))}
+    exchange.target.patience = min(LONG, max(0.1, prompt + 5 * token))
 
 
 def _find_logprobs(exchange: Exchange) -> Action[None]:

@@ -81,6 +81,7 @@ class Dialect:
     awake_may: tuple[int, ...] = (200, 429, 503)  # statuses of a valid request
     unavailable_may: tuple[int, ...] = (200, 400, 403, 409, 429, 500, 503)  # … when paused or asleep, or ended by it
     bad_may: tuple[int, ...] = (400, 401, 403, 404, 405, 408, 411, 413, 414, 415, 422, 429, 431, 501, 503)
+    memory_may: int = 512 << 20  # bytes that the process may grow by
     extra: dict[str, object] = field(default_factory=dict)  # fields of every request
 
 
@@ -141,6 +142,7 @@ LLAMA_CPP = Dialect(
     counts=(JsonCount("/slots", "is_processing"),),
     counters=("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total"),
     still="llamacpp:tokens_predicted_total",
+    memory_may=11 << 30,  # 8 GiB are its prompt cache (--cache-ram), the rest is kept by the HTTP threads
     bad_may=(*Dialect("").bad_may, 200, 500),
 )
 TRIOENGINE = Dialect(

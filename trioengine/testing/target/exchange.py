@@ -42,6 +42,8 @@ class Target:
     kind: str = "chat"  # or completions
     deadline: float = 20.0  # seconds for the probe, the rest, and a request that is left alone
     call_deadline: float = 60.0  # seconds for an operator's call
+    patience: float = 2.0  # seconds for a few chunks, which a request that waits for others does not get
+    most: dict[str, int] = field(default_factory=dict)  # arguments of the steps, by name, that a slow server permits
     slack: float = 0.0  # seconds of `deadline` in which a worker may start, which the return to rest does not need
     golden: Golden = field(default_factory=Golden)
     process: tuple[int, int] | None = None  # figures after the first programs
@@ -56,6 +58,11 @@ class Event:
     client: str
     to_server: bool
     text: str
+
+
+def prompt_of(marker: str, words: int) -> str:
+    """Return a prompt of so many words and some more, which asks for the marker."""
+    return f"{marker}. {'Some words come first. ' * (words // 4)}Repeat: {marker}"
 
 
 class Exchange:

@@ -113,7 +113,7 @@ class Hunt:
         while programs is None or self.outcome.programs < programs:
             if seconds is not None and trio.current_time() - begin >= seconds:
                 break
-            run, finding = await self.run(draw(self._chooser, self._rules, self._longest))
+            run, finding = await self.run(draw(self._chooser, self._rules, self._longest, self.target.most))
             self._count(run, trio.current_time() - begin)
             if finding is not None and not await self._keep(run, finding):
                 break

@@ -69,7 +69,7 @@ class Judge(Exchange):
         """Judge the server when all clients have left."""
         target = self.target
         yield from self.note("probe", f"POST {self.route}", to_server=True)
-        probe = yield from self.golden(1)
+        probe = yield from self.golden(GOLDEN_TOKENS if target.golden.in_crowd else 1)
         yield from self.note("probe", f"{probe.status}", to_server=False)
         yield from self._health()
         if probe.status != 200 or not probe.ended:
@@ -77,14 +77,14 @@ class Judge(Exchange):
             self.findings.append(Finding("probe", f"a completion was not answered in {target.deadline:g} s: {state}"))
             return
         yield from self._judge_rest()
-        answer = answer_of((yield from self.golden(GOLDEN_TOKENS)))
+        answer = answer_of(probe if target.golden.in_crowd else (yield from self.golden(GOLDEN_TOKENS)))
         self.findings += check_golden(answer, target.golden)
         self.findings += check_markers(-1, answer.text, self.markers)
         self._judge_prompt(answer)
         yield from self._judge_books()
         figures = yield Figures()
         self.evidence["process"] = figures
-        self.findings += check_process(target.process, figures)
+        self.findings += check_process(target.process, figures, target.dialect.memory_may)
 
     def golden(self, tokens: int) -> Action[Response]:
         """Ask the golden prompt; a server that refuses because it is busy is asked again."""

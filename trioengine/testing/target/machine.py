@@ -11,7 +11,7 @@ import random
 from typing import Any
 
 from trioengine.testing.target.dialects import RESTORE, TRANSITIONS, Call, Power
-from trioengine.testing.target.exchange import GOLDEN_PROMPT, GOLDEN_TOKENS, Target
+from trioengine.testing.target.exchange import GOLDEN_PROMPT, GOLDEN_TOKENS, Target, prompt_of
 from trioengine.testing.target.judge import Client, Judge
 from trioengine.testing.target.oracles import (
     Finding,
@@ -25,6 +25,7 @@ from trioengine.testing.target.wire import (
     Connect,
     End,
     Leave,
+    Now,
     Receive,
     Response,
     Send,
@@ -70,7 +71,7 @@ class Run(Judge):
 
     def _open(self, client: int, id: str, stream: bool, max_tokens: int, words: int, golden: bool) -> Action[None]:
         marker = self._marker()
-        prompt = GOLDEN_PROMPT if golden else f"{marker}. {'Some words come first. ' * (words // 4)}Repeat: {marker}"
+        prompt = GOLDEN_PROMPT if golden else prompt_of(marker, words)
         max_tokens = GOLDEN_TOKENS if golden else max_tokens
         response = Response()
         opened = Client(response, marker, id, max_tokens, golden, excused=self.power is not Power.AWAKE)
@@ -91,10 +92,12 @@ class Run(Judge):
     def do_read(self, client: int, chunks: int) -> Action[None]:
         """Read so many chunks, but do not insist: the end of the program does."""
         if client in self.clients and self.power is Power.AWAKE and not self.clients[client].stalled:
-            response = self.clients[client].response
-            patience = min(2.0, self.target.deadline)
-            yield from self.read(client, response, patience, len(response.events) + chunks)
-            yield from self._received(client)
+            yield from self._read_some(client, chunks, self.target.patience)
+
+    def _read_some(self, client: int, chunks: int, patience: float) -> Action[None]:
+        response = self.clients[client].response
+        yield from self.read(client, response, patience, len(response.events) + chunks)
+        yield from self._received(client)
 
     def _received(self, client: int) -> Action[None]:
         response, answer = self.clients[client].response, answer_of(self.clients[client].response)
@@ -126,9 +129,10 @@ class Run(Judge):
         numbers = range(100, 100 + count)
         for number in numbers:
             yield from self._open(number, f"fz{self.tag}-burst-{number}", True, 64, words, False)
+        deadline = (yield Now()) + self.target.patience
         for number in numbers:
             if chunks and self.power is Power.AWAKE:
-                yield from self.do_read(number, chunks)
+                yield from self._read_some(number, chunks, deadline - (yield Now()))
         for number in numbers:
             yield from self._leave(number, Close(how))
 
@@ -267,7 +271,7 @@ class Run(Judge):
                 value = json_of(page.body.decode("utf-8", "replace"))
                 self.findings += check_state(path.strip("/"), page.status, value, self.power is state)
 
-    # ---- the e ----------------------------------------------------------------------------------------------------
+    # ---- the end ----------------------------------------------------------------------------------------------------
 
     def _restore(self) -> Action[None]:
         while self.power in RESTORE:

@@ -26,7 +26,6 @@ ORACLES = {  # by name: the promise, in the order in which findings are reported
     "refusal": "a bad request is refused as one",
     "log": "the server logs no error",
 }
-MEMORY_SLACK = 512 << 20  # bytes above the first value at rest
 FILES_SLACK = 16
 
 
@@ -144,11 +143,11 @@ def check_counters(before: Snapshot, now: Snapshot) -> list[Finding]:
     ]
 
 
-def check_process(first: tuple[int, int] | None, now: tuple[int, int] | None) -> list[Finding]:
-    """Judge a process by its figures after the first programs."""
+def check_process(first: tuple[int, int] | None, now: tuple[int, int] | None, memory_may: int) -> list[Finding]:
+    """Judge a process by its figures after the first programs; `memory_may` is its permitted growth in bytes."""
     if first is None or now is None:
         return []
-    if now[0] > first[0] * 1.5 + MEMORY_SLACK:
+    if now[0] > first[0] * 1.5 + memory_may:
         return [Finding("process", f"resident memory was {first[0] >> 20} MiB, now it is {now[0] >> 20} MiB")]
     if now[1] > first[1] + FILES_SLACK:
         return [Finding("process", f"open files were {first[1]}, now they are {now[1]}")]

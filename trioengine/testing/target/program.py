@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,22 +59,30 @@ class Step:
         return f"{self.rule}({', '.join(f'{name}={value!r}' for name, value in self.args.items())})"
 
 
-def draw(chooser: random.Random, rules: Collection[str], longest: int) -> list[Step]:
-    """Draw a program; most leave out some rules, so that the others meet more often."""
+def draw(
+    chooser: random.Random, rules: Collection[str], longest: int, most: Mapping[str, int] | None = None
+) -> list[Step]:
+    """Draw a program; most leave out some rules, so that the others meet more often.
+
+    `most` has the largest values of arguments, by name.
+    """
     chosen = [rule for rule in rules if rule in ("open", "close") or chooser.random() < 0.6]
     weights = [WEIGHTS.get(rule, 1) for rule in chosen]
     steps: list[Step] = []
     opened: list[int] = []
     for rule in chooser.choices(chosen, weights, k=chooser.randint(2, longest)):
-        step = _draw_step(chooser, rule, opened)
+        step = _draw_step(chooser, rule, opened, most or {})
         if rule in ("open", "reuse"):
             opened.append(step.args["client"])
         steps.append(step)
     return steps
 
 
-def _draw_step(chooser: random.Random, rule: str, opened: list[int]) -> Step:
-    args = {name: chooser.choice(values) for name, values in RULES[rule].items()}
+def _draw_step(chooser: random.Random, rule: str, opened: list[int], most: Mapping[str, int]) -> Step:
+    args = {
+        name: chooser.choice([value for value in values if name not in most or value <= most[name]])
+        for name, values in RULES[rule].items()
+    }
     if "client" in args and rule not in ("open", "reuse") and opened:
         args["client"] = chooser.choice(opened)
     if rule == "reuse" and opened:
