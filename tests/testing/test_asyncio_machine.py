@@ -1,8 +1,9 @@
 """Machines for programs on asyncio, where the package simloop is installed."""
 
 import asyncio
-import subprocess
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
@@ -146,3 +147,25 @@ def test_a_bug_of_a_program_is_found_and_shrunk(machine, failure):
         found = [replayed(machine, report.program) for _ in range(2)]
     assert str(found[0].failure) == str(found[1].failure) == str(report.failure)
     assert found[0].machine.checksum == found[1].machine.checksum and found[0].trace.lines == found[1].trace.lines
+
+
+GUIDE = Path(__file__).parents[2] / "docs" / "fuzzing-your-code.md"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "failure"),
+    [
+        ("", "", None),
+        ("self.room.remove(socket)", "pass", "one who has left is in the room"),
+        ("broadcast(self.room, message)", "self.room.clear()", "wait forever"),
+    ],
+)
+def test_the_program_of_the_guide(old, new, failure):
+    pytest.importorskip("websockets")
+    (block,) = re.findall(r"```python\n(?=[^`]*AsyncioMachine)(.*?)```", GUIDE.read_text(), re.DOTALL)
+    assert old in block
+    names = {"__name__": "guide"}
+    exec(block.replace(old, new) if old else block, names)
+    report = fuzzed(names["RoomMachine"], 100)
+    found = None if report.failure is None else str(report.failure)
+    assert (found is None) if failure is None else failure in (found or ""), f"{found}\n{report.program}"

@@ -1,6 +1,6 @@
 """asyncio, a callback at a time, under the hand of a synchronous caller: the loop of the package simloop.
 
-The order in which callbacks run is given as data, and time passes when the caller says so. Of simloop, and of asyncio's
+The order in which callbacks run is given as data, and time passes by `jump` alone. Of simloop, and of asyncio's
 tasks, private names are used; tests/testing/test_asyncio_machine.py fails if they change.
 """
 
@@ -38,7 +38,7 @@ class AsyncioLoop:
         self.network.set_flow_control(high=BUFFERED, low=RESUMED)
         self.order = loop._policy = _Order(loop.stop)
         self.tasks: list[Task] = []  # all that were started
-        self.logged: list[Exception] = []  # errors that asyncio would log, but for those of a connection
+        self.logged: list[Exception] = []  # errors that asyncio would log, other than a connection's
         self._connect, loop.create_connection = loop.create_connection, self._connect_or_reset
         loop.set_task_factory(self._make_task)
         loop.set_exception_handler(self._log)
@@ -46,7 +46,7 @@ class AsyncioLoop:
     def _make_task(self, loop: Any, coroutine: Coroutine[Any, Any, Any], **options: Any) -> Task:
         task = asyncio.Task(coroutine, loop=loop, **options)
         self.tasks.append(task)
-        task.set_name(options.get("name") or f"task-{len(self.tasks)}")  # asyncio counts those of the whole process
+        task.set_name(options.get("name") or f"task-{len(self.tasks)}")  # asyncio counts all tasks of the process
         return task
 
     def _log(self, loop: Any, context: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ class AsyncioLoop:
     def close(self) -> None:
         """End, however many tasks are left."""
         for task in self.tasks:
-            task._log_destroy_pending = False
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
             if task.done():
                 task._log_traceback = False
         self._loop.close()

@@ -129,6 +129,12 @@ class LifecycleMachine(PeersEnvironment[MemoryPeer]):
         """An operator puts the engine to sleep, or wakes it."""
         self._switch(how)
 
+    @precondition(lambda self: bool(inside.requests(self.engine)))
+    @recorded()
+    def abort(self) -> None:
+        """An operator aborts the requests in flight."""
+        self._abort_all(keep_waiting=True)
+
     # ---- helpers --------------------------------------------------------------------------------------------------
 
     def _overrides(self, name: str) -> bool:
