@@ -148,10 +148,10 @@ SECONDS = (*[0.2] * 15, 1.0, *[0.2] * 6, 1.0, *[0.2] * 4, 1.0, *[0.2] * 5, 1.0)
 FOUND_IN_HTTP = {
     "the end of a stream waits for room, for ever": [
         ("begin", {"ready": True, "clients": 1}),
-        *[("connect", {})] * 2,
+        *[("connect", {"key": 0})] * 2,
         ("settle", {}),
         ("go", {"which": 0, "how": "close"}),
-        ("ask", {"which": 0, "prompt": "a", "max_tokens": 3, "streams": True, "rounds": 20}),
+        ("ask", {"which": 0, "prompt": "a", "max_tokens": 3, "streams": True, "how": "whole", "rounds": 20}),
         ("advance", {"seconds": 0.2}),
         ("go", {"which": 0, "how": "vanish"}),
     ],
@@ -206,6 +206,13 @@ FOUND_IN_POWER = {
         ("flow", {"rounds": 8}),
         ("update", {"mode": "wait", "path": "new"}),
         ("flow", {"rounds": 4}),
+    ],
+    "weights are loaded as the engine closes, and its last state had the old ones": [
+        ("begin", {"ready": True, "sessions": 1, "turns": 1, "asks": 0, "thread_passes": 1}),
+        ("update", {"mode": "abort", "path": "new"}),
+        ("outage", {"way": "garbage"}),
+        ("cross", {"which": 0, "what": "abort"}),
+        ("outage", {"way": "close"}),
     ],
     "an answer without a token names weights, of rows that came after its abort": [
         ("begin", {"ready": True, "sessions": 1, "turns": 0, "asks": 1, "thread_passes": 1}),

@@ -349,7 +349,7 @@ def test_a_replay_has_the_configuration_of_its_program():
     machine = machine_of(kept)()
     replay(machine, kept)
     assert machine.engine.config.max_num_seqs == 1 and machine.program.variant == 1
-    with pytest.raises(ValueError, match="EngineMachine has 3 variants, and none with the number 3"):
-        machine_of(Program("EngineMachine", variant=3))
+    with pytest.raises(ValueError, match="EngineMachine has 4 variants, and none with the number 4"):
+        machine_of(Program("EngineMachine", variant=4))
     with pytest.raises(ValueError, match="its variant must be a number"):
         ReplayFile.from_json(json.dumps({"machine": "EngineMachine", "steps": [], "variant": "a"}))

@@ -189,7 +189,7 @@ def test_a_program_is_disturbed_in_every_way():
     [
         (Hopeful, "it was aborted"),
         (Unsafe, "a bug"),
-        (Leak, "sessions are left"),
+        (Leak, f"sessions are left, opened at {__file__}"),
         (LostWakeUp, "wait forever"),
         (DoubleAnswer, "one answer too many"),
     ],

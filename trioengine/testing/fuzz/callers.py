@@ -75,6 +75,9 @@ class SessionHolder:
     leave: trio.Event = field(default_factory=trio.Event)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
+    def __repr__(self) -> str:
+        return f"<holder of {self.session or 'no session'}, wait={self.wait}, {'over' if self.over else 'running'}>"
+
     async def run(self) -> None:
         if self.timeout is not None:
             self.deadline = trio.current_time() + self.timeout
@@ -158,6 +161,10 @@ class Reader:
     checked: bool = False
     go_on: trio.Event = field(default_factory=trio.Event)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    def __repr__(self) -> str:
+        how = f"style={self.style.value}, wait={self.wait}, timeout={self.timeout}"
+        return f"<{self.label or 'reader'} of {self.generation} in {self.holder.session}, {how}>"
 
     async def run(self) -> None:
         session, self.task = self.holder.session, trio.lowlevel.current_task()
@@ -264,9 +271,12 @@ def check_timed_out(error: TimedOut, generation: Generation | None) -> None:
     assert generation is not None, "only a request can time out"
     assert inside.is_timed_out(generation), f"{generation} ended otherwise, and got {error!r}"
     assert generation.outcome is not None, f"{generation} has no outcome, and raised {error!r}"
-    assert partial_of(error) == generation.completion, (
-        f"{error.completion} is not the completion: {generation.completion}"
-    )
+    completion = partial_of(error)
+    assert completion == generation.completion, f"{completion} is not the completion: {generation.completion}"
+    num_characters = len(completion.text)
+    parts = " while ", "before any text", f" with {num_characters} character"
+    stages = parts[2:] if num_characters else parts[:2]
+    assert any(stage in str(error) for stage in stages), f"{num_characters} characters came, and {error!r}"
 
 
 Task = TypeVar("Task", bound=SessionHolder | Reader)

@@ -176,7 +176,7 @@ def _check_overloaded(error: EngineOverloaded, life: Life, faults: InjectedFault
     assert wait is False, f"it was to wait for a free slot, and got {error!r}"
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class RemoteHolder(SessionHolder):
     """A task with a session over a connection; a client has the interface of an engine."""
 
@@ -226,7 +226,7 @@ class RemoteHolder(SessionHolder):
             self.handle.end()
 
 
-@dataclass
+@dataclass(repr=False)
 class RemoteReader(Reader):
     """A task with one request of a session over a connection."""
 

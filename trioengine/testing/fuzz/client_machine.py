@@ -15,7 +15,7 @@ from trioengine.core.errors import ConnectionLost, EngineError, SessionBusy
 from trioengine.core.sampling_params import Overflow, SamplingParams
 from trioengine.serve.realtime.outbox import SHOWN
 from trioengine.serve.server import ABORT_TIMEOUT
-from trioengine.testing.fuzz import inside, inside_client, inside_payloads, inside_server
+from trioengine.testing.fuzz import client_oracles, inside, inside_client, inside_payloads, inside_server
 from trioengine.testing.fuzz.callers import Style, latest_first
 from trioengine.testing.fuzz.client_callers import (
     LINE,
@@ -27,25 +27,7 @@ from trioengine.testing.fuzz.client_callers import (
     check_error,
     expect_aborts,
 )
-from trioengine.testing.fuzz.client_oracles import (
-    check_call,
-    check_gone,
-    check_holder,
-    check_left,
-    check_names,
-    check_nothing_left,
-    check_one_shot,
-    check_prompt,
-    check_reader,
-    check_state,
-    check_stopped,
-    check_usage,
-    check_user,
-    check_woken,
-    reader_holder,
-    waits_of_readers,
-)
-from trioengine.testing.fuzz.conversations import FILES, Turn, content_of, messages_of
+from trioengine.testing.fuzz.conversations import FILES, LONG, Turn, content_of, messages_of
 from trioengine.testing.fuzz.environment import Switch
 from trioengine.testing.fuzz.faults import Harm, Life
 from trioengine.testing.fuzz.oracles import check_worker
@@ -65,6 +47,7 @@ HISTORIES: tuple[tuple[Turn, ...], ...] = (
     (),
     (("user", "a"), ("assistant", "b")),
     tuple(("user" if number % 2 == 0 else "assistant", "a") for number in range(70)),  # too many to be sent at once
+    LONG,
 )
 UNPINGED, UNANSWERED = 19.0, 9.0  # seconds without bytes in which a connection, and a handshake, is not lost
 SQUEEZED = 3_000  # bytes, with which a conversation grows no more
@@ -95,8 +78,9 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         ready=st.sampled_from((True, True, True, False)),
         sessions=st.sampled_from((1, 1, 2)),
         turns=st.sampled_from((0, 0, 1)),
+        history=st.sampled_from((0, 0, 3)),
     )
-    def begin(self, ready: bool, sessions: int, turns: int) -> None:
+    def begin(self, ready: bool, sessions: int, turns: int, history: int) -> None:
         """Mostly from a server that is ready, with sessions that have talked."""
         if ready:
             self._settle()
@@ -104,7 +88,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
             self.faults.begin(Harm.WORKERS)
         self._begin_user()
         for _ in range(sessions):
-            self._open(True, None, ())
+            self._open(True, None, HISTORIES[history])
         if ready:
             self._settle()
         for session in range(sessions if ready and turns else 0):
@@ -114,7 +98,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
     # ---- programs -------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.num_callers < MOST)
-    @recorded(wait=WAIT, timeout=TIMEOUT, history=st.sampled_from((0, 0, 1, 2)))
+    @recorded(wait=WAIT, timeout=TIMEOUT, history=st.sampled_from((0, 0, 1, 2, 3)))
     def open(self, wait: bool | None, timeout: float | None, history: int) -> None:
         """A session; of a user of its own if there is none."""
         self._begin_user()
@@ -198,7 +182,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
                 holder.end()
 
     @precondition(lambda self: self.open_holders)
-    @recorded(which=WHICH, turns=st.integers(0, 1))
+    @recorded(which=WHICH, turns=st.sampled_from((0, 1, 3)))
     def replace_history(self, which: int, turns: int) -> None:
         """Refused while the session has a request without an outcome."""
         holder = pick(self.open_holders, which)
@@ -318,7 +302,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         self.loop.start_soon(reader.run, name=f"reader-{len(self.readers)}")
 
     def _stop(self, reader: RemoteReader, what: str) -> None:
-        generation, client = reader.generation, reader_holder(reader).line.user.client
+        generation, client = reader.generation, client_oracles.reader_holder(reader).line.user.client
         assert client is not None, "there is one"
         if what == "cancel":
             reader.scope.cancel()
@@ -389,37 +373,37 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
     def _waits(self) -> Iterator[Wait]:
         yield from super()._waits()
         if not self.is_squeezed and self.is_well and not self.payloads_wait:
-            yield from waits_of_readers(self.running_readers, self.engine)
+            yield from client_oracles.waits_of_readers(self.running_readers, self.engine)
 
     def _check_blocked(self) -> None:
         super()._check_blocked()
         for caller in self.callers:
             caller.line.listen()
         if not self.payloads_wait:
-            check_stopped(self.holders, inside.sessions(self.engine))
+            client_oracles.check_stopped(self.holders, inside.sessions(self.engine))
         for reader in self.readers:
-            check_prompt(reader)
+            client_oracles.check_prompt(reader)
         for holder in self.holders:
-            check_left(holder)
+            client_oracles.check_left(holder)
         for call in self.one_shots:
-            check_call(call)
+            client_oracles.check_call(call)
         for user in self.users:
-            check_user(user)
+            client_oracles.check_user(user)
 
     def _check(self) -> None:
         super()._check()
         for reader in self.readers:
             if reader.over and not reader.checked:
-                check_reader(reader, self.faults)
+                client_oracles.check_reader(reader, self.faults)
                 reader.checked = True
-                check_usage(reader, self.requests.whole_answers)
+                client_oracles.check_usage(reader, self.requests.whole_answers)
         for call in self.one_shots:
             if call.over and not call.checked:
-                check_one_shot(call, self.faults)
+                client_oracles.check_one_shot(call, self.faults)
                 call.checked = True
-        check_names(self.holders, self.server.model_name)
+        client_oracles.check_names(self.holders, self.server.model_name)
         for holder in self.holders:
-            check_holder(holder)
+            client_oracles.check_holder(holder)
         if self.is_well:
             check_worker(self.engine, self._worker(), inside.sessions(self.engine))
             self._check_rest()
@@ -427,11 +411,11 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
     def _check_rest(self) -> None:
         """At rest, with a worker that is well: all that can go on does, and callers that went have left nothing."""
         may_wait = self.engine.power.asleep or inside.is_change_pending(self.engine)
-        check_woken(self.running_readers if not may_wait else ())
-        check_gone(self.callers)
+        client_oracles.check_woken(self.running_readers if not may_wait else ())
+        client_oracles.check_gone(self.callers)
         for holder in self.holders:
-            check_nothing_left(holder)
-            check_state(holder, SHOWN[self.engine.state])
+            client_oracles.check_nothing_left(holder)
+            client_oracles.check_state(holder, SHOWN[self.engine.state])
 
     def _let_go(self) -> None:
         self.is_squeezed = False

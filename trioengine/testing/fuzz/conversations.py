@@ -98,6 +98,12 @@ Content: TypeAlias = str | Shown
 Turn: TypeAlias = tuple[str, Content]  # role and content
 
 
+LONG: tuple[Turn, ...] = (  # two turns that leave room in the context for a short answer to a short prompt
+    *(("user", "to be or not"), ("assistant", "that")),
+    *(("user", "is"), ("assistant", "so")),
+)
+
+
 def content_of(media: str, text: str) -> Content:
     """A message's content with these pictures, named one after the other."""
     return Shown(tuple(media.split()), text) if media else text
@@ -330,11 +336,12 @@ def check_logprobs(completion: Completion, params: SamplingParams) -> None:
     assert found == due, f"the logprobs of {completion.token_ids} are {found}, the model's are {due}"
 
 
-class Answer:
+class Answer(NamedTuple):
     """The model's answer."""
 
-    def __init__(self, token_ids: tuple[int, ...], text: str, finish_reason: FinishReason) -> None:
-        self.token_ids, self.text, self.finish_reason = token_ids, text, finish_reason
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
 
 
 def check_mixed(
@@ -374,7 +381,8 @@ def reference(
     length = max(max_tokens, 0) if prompt else 0  # a prompt may be longer than the context
     ids = tuple(toy_answer(prompt, length, ignore_eos=True, weights=weights, images=images))
     end_tokens = {*stop_token_ids} | (set() if ignore_eos else {IM_END})
-    ends = [at + 1 for at, token in enumerate(ids) if token in end_tokens and at + 1 >= min_tokens]
+    shortest = min(min_tokens, length)  # where the context ends, an end token counts
+    ends = [at + 1 for at, token in enumerate(ids) if token in end_tokens and at + 1 >= shortest]
     ids = ids[: min(ends, default=length)]
     shown = [at for at, token in enumerate(ids) if token != IM_END and not (ends and at + 1 == len(ids))]
     text = bytes(ids[at] for at in shown).decode("ascii")  # a token is a character, or hidden

@@ -8,6 +8,7 @@ from trioengine.testing.fuzz.program import Program
 from trioengine.testing.fuzz.trace import Trace, is_fuzzers_own, place
 
 TRACE_LINES = 25  # shown of a trace
+ERROR_LINES = 6  # shown of an error above its program
 
 
 def error_text(failure: Exception) -> str:
@@ -28,5 +29,15 @@ def trace_text(trace: Trace, *, whole: bool) -> str:
 
 def failure_text(failure: Exception, program: Program, trace: Trace, *, whole: bool = False) -> str:
     """Describe a failure with its program, its trace and its traceback."""
-    stack = "".join(traceback.format_exception(failure))
-    return "\n\n".join([error_text(failure), str(program), trace_text(trace, whole=whole), stack])
+    stack = "".join(traceback.format_exception(failure))  # has the whole message
+    first = _shortened(error_text(failure))
+    return "\n\n".join([first, str(program), trace_text(trace, whole=whole), stack])
+
+
+def _shortened(text: str) -> str:
+    """Leave out the middle of a long text, such as the stacks of all tasks, which belongs below the program."""
+    lines = text.splitlines()
+    if len(lines) <= ERROR_LINES:
+        return text
+    hidden = len(lines) - ERROR_LINES + 1
+    return "\n".join([*lines[: ERROR_LINES - 2], f"... {hidden} lines more below", lines[-1]])

@@ -13,6 +13,7 @@ from trioengine.core.types import Cause
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import UNPREPARED, Reader, SessionHolder, Style, latest_first
 from trioengine.testing.fuzz.conversations import (
+    LONG,
     MEDIA,
     Turn,
     content_of,
@@ -33,6 +34,7 @@ CROWD = ("two one", "one one", "dot")
 HISTORIES: tuple[tuple[Turn, ...], ...] = (
     (),
     (("user", "a"), ("assistant", "b")),
+    LONG,
     (("user", content_of("two", "a")), ("assistant", "b")),
 )
 
@@ -78,6 +80,11 @@ class EngineMachine(SessionsMachine):
     @recorded(wait=st.booleans())
     def open(self, wait: bool) -> None:
         self._open(wait)
+
+    @recorded(wait=WAIT)
+    def open_long(self, wait: bool | None) -> None:
+        """A session that begins with a conversation that soon outgrows the context."""
+        self._open(wait, None, LONG, messages_of(LONG))
 
     @recorded(timeout=st.sampled_from((None, 0.5)))
     def open_by_default(self, timeout: float | None) -> None:
@@ -267,7 +274,7 @@ class EngineMachine(SessionsMachine):
         holder.end()
 
     @precondition(lambda self: self.open_holders)
-    @recorded(which=WHICH, turns=st.integers(0, 2))
+    @recorded(which=WHICH, turns=st.sampled_from((0, 1, 2, 2, 3)))
     def replace_history(self, which: int, turns: int) -> None:
         """Refused while the session has a request without an outcome."""
         holder = pick(self.open_holders, which)

@@ -86,6 +86,7 @@ class Environment(World):
         if self._is_sleep_over:
             self.faults.end(Harm.SLEEP)
             self.faults.end(Harm.SLEEPS_ABORT)
+            self.faults.end(Harm.SLEEP_EMPTIES_LINES)
 
     @property
     def _is_sleep_over(self) -> bool:
@@ -148,6 +149,9 @@ class Environment(World):
     @recorded(last_bytes=st.integers(0, 40))
     def kill_worker(self, last_bytes: int) -> None:
         """Kill the worker: its last bytes still arrive, the rest is cut off."""
+        self._kill(last_bytes)
+
+    def _kill(self, last_bytes: int) -> None:
         self._harm()
         worker = self._worker()
         if worker.to_worker:

@@ -22,6 +22,7 @@ class Harm(enum.Enum):
     OPERATORS = "operators"  # one has ended a request
     SLEEPS_ABORT = "sleeps abort"  # a sleep or an update may abort requests that have begun
     SLEEP = "sleep"
+    SLEEP_EMPTIES_LINES = "sleep empties lines"  # and so aborts requests that wait for a slot
     SHUTDOWN = "shutdown"
     ABORT_ALL = "abort all"
     DISPLACES = "displaces"  # a connection makes room for another, before it has asked for anything

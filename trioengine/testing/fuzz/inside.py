@@ -142,6 +142,11 @@ def requests(engine: Engine) -> list[tuple[SessionActor, Request]]:
     return [(session, request) for session in engine.runtime.sessions.all for request in session.requests]
 
 
+def in_flight(engine: Engine) -> list[Request]:
+    """The requests that have a slot."""
+    return [session.request for session in engine.runtime.sessions if session.request is not None]
+
+
 def actor(session: Session | SessionActor) -> SessionActor:
     """The actor behind a session's handle."""
     return session._state if isinstance(session, Session) else session
@@ -168,6 +173,13 @@ def phase(session: Session | SessionActor) -> Phase:
 def request_of(session: Session | SessionActor) -> Request | None:
     """The session's request in flight."""
     return actor(session).request
+
+
+def request_id(session: object) -> int:
+    """The id of the session's request in flight."""
+    assert isinstance(session, SessionActor) and session.request is not None, "it has one"
+    assert session.request.id is not None, "a request in flight has its id"
+    return session.request.id
 
 
 def is_attached(session: Session | SessionActor) -> bool:

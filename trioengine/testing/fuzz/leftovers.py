@@ -50,6 +50,13 @@ def check_empty(engine: Engine, worker: SimulatedWorker | None) -> None:
     assert not left, f"all callers have gone, and {'; '.join(left)}"
 
 
+def check_idle_session(engine: Engine, session: inside.SessionActor) -> None:
+    """At rest, and the session has no request: it refers to none that it had, nor to a change."""
+    shared = {id(value) for _, value in (*_attributes(engine.runtime), *_attributes(engine.runtime.gate))}
+    left = [*_walk("session", session, frozenset(), shared)]
+    assert not left, f"{session} has no request, and {'; '.join(left)}"
+
+
 def _walk(path: str, owner: object, kept: AbstractSet[str], seen: set[int]) -> Iterator[str]:
     seen.add(id(owner))
     for name, value in _attributes(owner):

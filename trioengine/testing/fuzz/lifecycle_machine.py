@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -206,18 +206,15 @@ class LifecycleMachine(PeersEnvironment[MemoryPeer]):
             client.close()
         self._run_out(lambda: not self.present, "connections whose clients have gone are never closed", names)
         if not self.keeps_sessions:
-            self._run_out(lambda: not self._sessions, "no task of the program runs, and sessions are left", names)
+            self._run_out(lambda: not self._sessions, self._describe_sessions, names)
         if (serving := self._serving) is not None:
             serving.scope.cancel()
             self._run_out(lambda: serving.over, "serve() was cancelled, and does not end", names)
-        assert not self._sessions, f"the program has ended, and sessions are left:\n{self._where(names)}"
+        assert not self._sessions, self._describe_sessions()
 
-    def _where(self, names: Iterable[str] | None) -> str:
-        opened = [
-            f"session {session.id} was opened at {self._openers.places.get(session, 'an unknown place')}"
-            for session in self._sessions
-        ]
-        return "\n".join([*opened, super()._where(names)])
+    def _describe_sessions(self) -> str:
+        places = (self._openers.places.get(session, "an unknown place") for session in self._sessions)
+        return "no task of the program runs, and sessions are left, opened at " + "; ".join(places)
 
     @property
     def _sessions(self) -> list[inside.SessionActor]:

@@ -22,6 +22,7 @@ from trioengine.core.errors import (
     TimedOut,
     WorkerLost,
 )
+from trioengine.core.lifecycle import Power
 from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import UNPREPARED, Call, Reader, SessionHolder
@@ -33,6 +34,7 @@ from trioengine.testing.fuzz.conversations import (
     is_refused,
     outline,
     outline_of,
+    pictures_of,
     prompt_ids,
     prompt_of,
     shortened,
@@ -102,6 +104,9 @@ def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults, req
         _check_refusal(reader, max_model_len, faults)
         cause = None if generation is None or generation.outcome is None else generation.outcome.cause
         assert cause is None or cause in causes, f"aborted on its way in by {cause}, the first cause was {causes}"
+        if generation is not None and cause is Cause.SLEEP and not requests.had_slot(generation):
+            is_excused = faults.hit(reader.life, Harm.SLEEP_EMPTIES_LINES)
+            assert is_excused, f"no sleep aborts the requests in line, and one has ended it there: {generation}"
         return
     outcome = generation.outcome
     assert outcome is not None, f"{reader} is over without an outcome"
@@ -194,9 +199,28 @@ def check_deadline(reader: Reader) -> None:
 
 
 def check_opening(holder: SessionHolder) -> None:
-    """No task can run: a session whose time to open is over is open, or its holder has left."""
-    is_late = trio.current_time() >= holder.deadline and holder.waits
-    assert not is_late, f"it had {holder.timeout} s to be opened, and waits on: {holder}"
+    """No task can run: a session that is not open waits no longer than it may, and only as its holder allows."""
+    if not holder.waits:
+        return
+    assert trio.current_time() < holder.deadline, f"it had {holder.timeout} s to be opened, and waits on: {holder}"
+    if not any(pictures_of(content) for _, content in holder.history):  # else it has a slot, and waits for room
+        _check_waiting(holder, holder.wait, holder.engine, (Power.AWAKE, Power.RESTARTING))
+
+
+def check_entering(reader: Reader) -> None:
+    """No task can run: a request without a slot waits for a thing that its reader waits for."""
+    generation, session = reader.generation, reader.holder.session
+    if generation is None or reader.entered or generation.outcome is not None or inside.is_in_flight(generation):
+        return
+    assert session is not None, "its session is open"
+    if inside.request_of(session) is None:  # else the worker has not finished with the request before it
+        _check_waiting(reader, reader.wait, reader.holder.engine, (Power.AWAKE,))
+
+
+def _check_waiting(caller: object, wait: bool | None, engine: Engine, admitting: tuple[Power, ...]) -> None:
+    assert wait is not False, f"it is not to wait, and waits: {caller}"
+    power = inside.power(engine)
+    assert wait or power in admitting, f"the engine is {power.value}, and a caller waits who waits for slots: {caller}"
 
 
 def check_served(
@@ -240,8 +264,6 @@ def check_holder(holder: SessionHolder, faults: InjectedFaults) -> None:
             assert faults.closing, f"the engine was not closed, and {session} was ended by it"
         case cause:
             assert cause is None, f"{session} was ended by {cause}"
-    if inside.request_of(session) is not None or any(not reader.over for reader in holder.readers):
-        return
     found = tuple((message["role"], outline_of(message)) for message in session.history)
     expected = tuple((role, outline(content)) for role, content in committed(holder))
     assert found == expected, f"the history is {found}, committed was {expected}"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import trio
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
+from trioengine.actors.engine import Engine
 from trioengine.actors.observer import Observer, Slot
 from trioengine.actors.power_change import PowerState
 from trioengine.core.errors import EngineAsleep, TransitionFailed
-from trioengine.core.lifecycle import Power
+from trioengine.core.lifecycle import Phase, Power, PowerEvent, PowerStage
 from trioengine.core.power import ALL_TAGS, Tag, TagName
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz import inside
@@ -42,6 +45,10 @@ class Change:
     made: Any
     life: Life
     timeout: float | None  # of the requests in flight
+    to_end: list[inside.Request]  # requests that must not go on once it is done
+
+    def __repr__(self) -> str:
+        return f"<{self.made.name}>"
 
     @property
     def over(self) -> bool:
@@ -56,21 +63,23 @@ class Change:
 class Changes(Observer):
     """All changes of one engine, and a model of its state: sleeping tags, level of the sleep, and weights."""
 
-    def __init__(self, faults: InjectedFaults) -> None:
+    def __init__(self, engine: Engine, faults: InjectedFaults) -> None:
+        self._engine = engine
         self._faults = faults
         self.requested: list[Change] = []
         self.asleep: frozenset[Tag] = frozenset()
         self.level = 0
         self.paths = ["", "toy"]  # by version
-        self._expected: tuple[str, tuple[Any, ...], float | None] | None = None  # until the end of the step
+        self._expected: tuple[str, tuple[Any, ...], str, float | None] | None = None  # until the end of the step
         self._discarded = False
         self._awaits_update = False
+        self.sleep_began = math.inf  # the latest one that lets requests finish
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
-    def expect(self, name: str, *arguments: Any, timeout: float | None) -> None:
+    def expect(self, name: str, *arguments: Any, mode: str, timeout: float | None) -> None:
         """The current task is about to request this change, in this step."""
-        self._expected = name, arguments, timeout
+        self._expected = name, arguments, mode, timeout
 
     def forget_expected(self) -> None:
         """The request was refused, or is over."""
@@ -78,9 +87,15 @@ class Changes(Observer):
 
     def change_requested(self, change: object) -> None:
         assert self._expected is not None and isinstance(change, inside.PowerChange), "machines announce changes"
-        name, arguments, timeout = self._expected
+        name, arguments, mode, timeout = self._expected
         self._expected = None
-        self.requested.append(Change(name, arguments, name in CLOSING, change, Life(self._faults), timeout))
+        is_first = not (self.asleep or self.running)  # else a change before it may have suspended requests
+        to_end = inside.in_flight(self._engine) if mode == "abort" or (mode == "wait" and is_first) else []
+        self.requested.append(Change(name, arguments, name in CLOSING, change, Life(self._faults), timeout, to_end))
+
+    def power_moved(self, stage: PowerStage, event: PowerEvent) -> None:
+        if event is PowerEvent.SLEEP:
+            self.sleep_began = trio.current_time()
 
     @property
     def may_be_closed(self) -> bool:
@@ -107,6 +122,8 @@ class Changes(Observer):
             impossible = self._impossible(change)
             if change.failure is None:
                 assert impossible is None, f"{change.name}{change.arguments} was done, but {impossible}"
+                left = [inside.session_of(each) for each in change.to_end if inside.is_going(each)]
+                assert not left, f"{change.name}{change.arguments} was done, and {left} go on"
                 self._do(change)
             else:
                 assert impossible or excuse(change), f"{change.name}{change.arguments}: {change.failure!r}"
@@ -148,6 +165,17 @@ class Changes(Observer):
 
 MODES = st.sampled_from(("abort", "wait", "keep", "keep", "wait soon"))
 SLEEP_MODES = st.sampled_from(("abort", "wait", "keep", "keep", "wait soon", "abort in flight"))
+SUSPENDED = (
+    "wake",
+    "wake",
+    "drain",
+    "drain soon",
+    "abort all",
+    "abort",
+    "cancel",
+    "end",
+    "kill",
+)  # ways to go on, or not
 CHANGES = ("sleep", "wake", "update")  # calls
 ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
 
@@ -159,7 +187,7 @@ class PowerMachine(EngineMachine):
 
     def __init__(self, make_engine: EngineFactory = make_engine) -> None:
         super().__init__(make_engine)
-        self.changes = Changes(self.faults)
+        self.changes = Changes(self.engine, self.faults)
         self.engine.observers += [self.changes, _Admissions(self)]
         self._ends_line = False  # the change that is requested in this step empties the lines
         self.faults.paths = self.changes.paths
@@ -179,10 +207,15 @@ class PowerMachine(EngineMachine):
                 self.worker.turn()
         if self.worker is not None and inside.parked(self.worker):
             self.coverage.saw("sleep with a parked request")
+        self._sleep(level, mode)
+
+    def _sleep(self, level: Literal[1, 2], mode: str) -> None:
         timeout = self._excuse_aborts(mode)
+        if mode == "abort":
+            self.faults.begin(Harm.SLEEP_EMPTIES_LINES)
         waits = mode == "abort in flight"
         call = functools.partial(self.engine.sleep, level, mode=_name(mode), timeout=timeout, keep_waiting=waits)
-        self._change("sleep", call, level, timeout=timeout, ends_line=mode == "abort")
+        self._change("sleep", call, level, mode=mode.split()[0], timeout=timeout, ends_line=mode == "abort")
 
     @recorded(tags=st.sampled_from((None, None, "weights", "kv_cache")), reload=st.sampled_from((True, True, False)))
     def wake(self, tags: TagName | None, reload: bool) -> None:
@@ -192,7 +225,35 @@ class PowerMachine(EngineMachine):
     def update(self, path: str, mode: str) -> None:
         timeout = self._excuse_aborts(mode)
         call = functools.partial(self.engine.update_weights, path, mode=_name(mode), timeout=timeout)
-        self._change("update", call, path, timeout=timeout)
+        self._change("update", call, path, mode=mode.split()[0], timeout=timeout)
+
+    @precondition(lambda self: self.open_holders and self.engine.state is Power.AWAKE)
+    @recorded(
+        which=WHICH, level=st.sampled_from((1, 2)), rounds=st.sampled_from((3, 8, 12)), way=st.sampled_from(SUSPENDED)
+    )
+    def suspend(self, which: int, level: Literal[1, 2], rounds: int, way: str) -> None:
+        """A request is suspended by a sleep, which may not be done yet; and then something happens to it."""
+        reader = self._read(which, Style.ALL, SamplingParams(max_tokens=20))
+        self._flow(rounds)
+        self._sleep(level, "keep")
+        self._flow(rounds)
+        match way:
+            case "wake":
+                self._change("wake", self.engine.wake, None, True)
+            case "end":
+                self._end(reader.holder)
+            case "abort" | "cancel":
+                self._stop(reader, way)
+            case "kill" if self.worker is not None:
+                self._kill(0)
+            case "drain" | "drain soon" | "abort all":
+                self._suffer(way)
+
+    @precondition(lambda self: self.in_use and (self.engine.power.asleep or self.changes.running))
+    @recorded(way=st.sampled_from(("drain", "drain soon", "abort all", "abort in flight", "close")))
+    def disturb(self, way: str) -> None:
+        """The engine ends, or its requests do, while it sleeps or changes."""
+        self._suffer(way)
 
     @precondition(lambda self: self.worker is not None)
     @recorded()
@@ -227,7 +288,7 @@ class PowerMachine(EngineMachine):
         self.faults.begin(Harm.SLEEP)
         if self.faults.closing:  # a drain during a change aborts suspended requests
             self.faults.begin(Harm.SHUTDOWN)
-        if mode != "keep":
+        if mode not in ("keep", "wait"):
             self.faults.begin(Harm.SLEEPS_ABORT)
         return 0.5 if mode == "wait soon" else None
 
@@ -236,10 +297,11 @@ class PowerMachine(EngineMachine):
         name: str,
         call: Callable[[], Awaitable[None]],
         *arguments: Any,
+        mode: str = "keep",
         timeout: float | None = None,
         ends_line: bool = False,
     ) -> None:
-        expect = functools.partial(self.changes.expect, name, *arguments, timeout=timeout)
+        expect = functools.partial(self.changes.expect, name, *arguments, mode=mode, timeout=timeout)
         self._call(name, lambda: self._request_change(call, expect, ends_line), (TransitionFailed,))
 
     async def _request_change(
@@ -259,6 +321,16 @@ class PowerMachine(EngineMachine):
         if changes.asleep or changes.running or any(call.name in CHANGES for call in self.running_calls):
             self.faults.begin(Harm.SHUTDOWN)
         super()._begin_drain(drain, timeout)
+
+    def _check_blocked(self) -> None:
+        super()._check_blocked()
+        if self.engine.power.asleep and inside.power(self.engine) is Power.DRAINING:
+            left = [each for each in inside.sessions(self.engine) if inside.phase(each) is Phase.SUSPENDED]
+            assert not left, f"the engine drains asleep, and has not aborted {left}"
+        running = self.changes.running
+        if running and running[0].name == "sleep" and inside.is_finishing(self.engine):
+            seconds, timeout = trio.current_time() - self.changes.sleep_began, running[0].timeout
+            assert timeout is None or seconds < timeout, f"requests have {timeout} s to finish, and took {seconds:g} s"
 
     def _waits(self) -> Iterator[Wait]:
         yield from super()._waits()
@@ -286,6 +358,8 @@ class PowerMachine(EngineMachine):
         state, changes = self.engine.power, self.changes
         assert state.asleep == changes.asleep, f"{state} sleeps, {changes.asleep} must"
         assert state.weight_version == len(changes.paths) - 1, f"{state}, and there were {changes.paths}"
+        weights = changes.paths[-1], len(changes.paths) - 1
+        assert self.engine.weights == weights, f"the weights are {self.engine.weights}, and must be {weights}"
         assert (state.level or changes.level) == changes.level, f"{state}, asleep at {changes.level}"
         worker = self.worker
         if worker is not None and worker.health is Health.WELL and inside.has_worker(self.engine):
@@ -306,7 +380,7 @@ class PowerMachine(EngineMachine):
         for worker in self.simulation.workers:
             worker.runner.fail_wakes = 0
         for _ in range(ATTEMPTS):
-            self._run_out(lambda: not self.changes.running, "a change is never done")
+            self._run_out(lambda: not self.changes.running, lambda: f"never done: {self.changes.running[0]}")
             self._learn()
             if not self.changes.asleep or self.engine_call.over or self.faults.closing:
                 break

@@ -1,7 +1,7 @@
-"""Bounds in simulated time: whatever is said to take no longer than so many seconds takes no longer.
+"""Bounds in simulated time, in seconds, of everything that the documentation promises to end.
 
 Time counts while the world is attended: each byte has moved, each task has run, and the clock stops at each deadline. A
-jump over deadlines, or with bytes on their way, delays things for which nobody answers, so the counting begins anew.
+jump over deadlines, or with bytes on their way, delays things that the engine cannot hurry: counting begins anew.
 """
 
 from __future__ import annotations
@@ -35,17 +35,20 @@ class Bounds:
         """Time has passed, and the world was not attended."""
         self._since.clear()
 
-    def check(self, now: float, waits: Iterable[Wait]) -> None:
-        """Nothing can run, and no byte is on its way: raise AssertionError if one of the waits is too long."""
+    def check(self, now: float, seconds: float, waits: Iterable[Wait]) -> None:
+        """Nothing can run or move for so many seconds: raise AssertionError if that is too long for one of the waits.
+
+        It is checked beforehand, because a wait that ends too late is over afterwards.
+        """
         before, self._since = self._since, {}
         for wait in waits:
             began = self._since[wait.key] = before.get(wait.key, now)
-            took = now - began
-            assert took <= wait.seconds + ROUNDING, f"{wait.name} for {took:g} s, and must not for {wait.seconds:g} s"
+            takes = now + seconds - began
+            assert takes <= wait.seconds + ROUNDING, f"{wait.name} for {takes:g} s, and must not for {wait.seconds:g} s"
 
 
 def waits_of(engine: Engine, worker: SimulatedWorker | None, *, is_closing: bool, is_over: bool) -> Iterator[Wait]:
-    """The waits of an engine for its worker; `is_closing`: it was told to end; `is_over`: it has."""
+    """The waits of an engine for its worker; `is_closing`: it has to end; `is_over`: it has ended."""
     config = engine.config
     if is_closing and not is_over:
         is_ill = worker is not None and worker.health in (Health.HUNG, Health.STALLED)

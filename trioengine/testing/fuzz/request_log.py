@@ -109,6 +109,10 @@ class RequestLog(Observer):
         """The causes of which one has ended a request, if it was aborted."""
         return otherwise if generation is None else self._causes.get(inside.record(generation), otherwise)
 
+    def had_slot(self, generation: Generation) -> bool:
+        """Whether the request was admitted."""
+        return inside.has_id(generation) and generation.request_id in self._admitted
+
     @property
     def whole_answers(self) -> list[Completion]:
         """The answers of requests that ran to their end."""
@@ -132,11 +136,7 @@ class RequestLog(Observer):
 
     def check(self, engine: Engine) -> None:
         """All callers have left: every request, every cause and every refusal is counted once in the ledger."""
-        admitted = [
-            generation
-            for generation in self.generations
-            if inside.has_id(generation) and generation.request_id in self._admitted
-        ]
+        admitted = filter(self.had_slot, self.generations)
         undecided = [generation for generation in admitted if generation.outcome is None]
         assert not undecided, f"they had a slot, and have no outcome: {undecided}"
         outcomes = [generation.outcome for generation in self.generations if generation.outcome is not None]

@@ -43,9 +43,11 @@ from trioengine.testing.fuzz.conversations import (
 )
 from trioengine.testing.fuzz.environment import PicturesEnvironment
 from trioengine.testing.fuzz.faults import Harm, Life
+from trioengine.testing.fuzz.leftovers import check_idle_session
 from trioengine.testing.fuzz.oracles import (
     check_aborted,
     check_deadline,
+    check_entering,
     check_holder,
     check_opening,
     check_reader,
@@ -329,15 +331,19 @@ class SessionsMachine(CallsMachine):
     def _let_go(self) -> None:
         for reader in self.readers:
             reader.go_on.set()
-        self._run_out(lambda: all(reader.over for reader in self.readers), "readers wait forever")
+        self._run_out(lambda: not self.running_readers, lambda: f"it waits forever: {self.running_readers[0]}")
         for holder in self.holders:
             holder.leave.set()
-        self._run_out(lambda: not self.running_holders and not self.running_calls, "callers wait forever")
+        self._run_out(
+            lambda: not self.running_holders and not self.running_calls,
+            lambda: f"it waits forever: {[*self.running_holders, *(call.name for call in self.running_calls)][0]}",
+        )
 
     def _check_blocked(self) -> None:
         super()._check_blocked()
         for reader in self.running_readers:
             check_deadline(reader)
+            check_entering(reader)
         for reader in self.readers:
             if not reader.checked and reader.generation is not None:
                 self.requests.fix_causes(reader.generation, self.faults.causes(reader.life) | reader.causes)
@@ -358,6 +364,9 @@ class SessionsMachine(CallsMachine):
         if self.is_well:
             sessions = [holder.session for holder in self.holders if holder.session is not None]
             check_worker(self.engine, self._worker(), sessions)
+            for holder in self.holders:
+                if holder.session is not None and not holder.is_busy:
+                    check_idle_session(self.engine, inside.actor(holder.session))
             self.usages.check_totals(self.engine, self._worker())
             self._check_stuck()
             if self.engine.state in NOT_ASLEEP:

@@ -10,8 +10,10 @@ import trio
 from trioengine.actors.engine import Engine
 from trioengine.actors.observer import FinishedRequest, Observer
 from trioengine.actors.statistics import Statistics
+from trioengine.core.lifecycle import Attachment, Event, Phase
 from trioengine.core.messages import AddMessage, Message, Tokens
 from trioengine.core.types import Completion
+from trioengine.testing.fuzz import inside
 from trioengine.testing.simulated_worker import Handled, SimulatedWorker, WorkerObserver
 
 ROUNDING = 1e-6  # seconds
@@ -48,6 +50,8 @@ class UsageLog(WorkerObserver, Observer):
         self._totals: dict[SimulatedWorker, Counter[str]] = {}
         self._before: dict[SimulatedWorker, dict[str, int]] = {}  # the engine's counts, without this worker's own
         self._latest: Statistics | None = None
+        self._lost: set[int] = set()  # requests whose worker was lost, and that have not gone on
+        self._resumed: Counter[int] = Counter()  # how often each has gone on after that
         self._finished: Counter[tuple[int, int]] = Counter()  # tokens of prompt and answer, as they were observed
 
     # ---- events ---------------------------------------------------------------------------------------------------
@@ -74,6 +78,13 @@ class UsageLog(WorkerObserver, Observer):
             if len(row.token_ids) and attempt.first_token is None:
                 attempt.first_token = now
 
+    def session_moved(self, actor: object, phase: Phase, attachment: Attachment, event: Event) -> None:
+        if event is Event.WORKER_LOST and phase is Phase.RUNNING:
+            self._lost.add(inside.request_id(actor))
+        elif event is Event.RESUME and (request := inside.request_id(actor)) in self._lost:
+            self._lost.remove(request)
+            self._resumed[request] += 1
+
     def request_finished(self, request: FinishedRequest) -> None:
         assert 0.0 <= request.decode_seconds <= request.seconds, f"the times of a request do not fit: {request}"
         self._finished[request.prompt_tokens, request.generation_tokens] += 1
@@ -86,14 +97,16 @@ class UsageLog(WorkerObserver, Observer):
     def check(self, completion: Completion, num_prompt_tokens: int) -> None:
         """The usage of an answer, whole or not, is that of a worker that computed it."""
         usage, request = completion.usage, completion.request_id
+        due = self._resumed[request]
+        assert completion.resumed == due, f"request {request} went on with {due} workers more, not {completion.resumed}"
         assert usage.completion_tokens == len(completion.token_ids), f"{completion.token_ids} are counted as {usage}"
         assert usage.prompt_tokens in (0, num_prompt_tokens), f"the prompt has {num_prompt_tokens} tokens, not {usage}"
         found = usage.cached_tokens, usage.queue_time, usage.prefill_time
         if completion.token_ids:
             assert usage.prompt_tokens, f"it has an answer, and no prompt: {usage}"
-            due = [each.expected for each in self._attempts[request] if each.first_token is not None]
-            fits = [all(abs(x - y) <= ROUNDING for x, y in zip(found, each, strict=True)) for each in due]
-            assert any(fits), f"request {request} has {usage}, by its workers (cached, queued, prefilled) {due}"
+            known = [each.expected for each in self._attempts[request] if each.first_token is not None]
+            fits = [all(abs(x - y) <= ROUNDING for x, y in zip(found, each, strict=True)) for each in known]
+            assert any(fits), f"request {request} has {usage}, by its workers (cached, queued, prefilled) {known}"
         assert 0 <= usage.cached_tokens <= num_prompt_tokens, f"of {num_prompt_tokens} tokens are cached: {usage}"
         assert usage.queue_time >= 0.0 and usage.prefill_time >= 0.0, f"negative times: {usage}"
 

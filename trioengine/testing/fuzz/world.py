@@ -213,32 +213,31 @@ class World(Machine):
                 return
         raise AssertionError(f"no rest after {ROUNDS} rounds:\n{self.loop.stacks()}")
 
-    def _run_out(self, done: Callable[[], bool], complaint: str, names: Iterable[str] | None = None) -> None:
+    def _run_out(
+        self, done: Callable[[], bool], complaint: str | Callable[[], str], names: Iterable[str] | None = None
+    ) -> None:
         """Settle, and let the clock jump from deadline to deadline, until it is done or the horizon is reached.
 
         The complaint shows where the tasks with these names wait, in this order, or all tasks.
         """
         self._settle()
-        self._check_bounds()
         passed = 0.0
         while not done():
             step = self.loop.seconds_to_next_deadline()
             if self.worker is not None and self.worker.seconds_to_recover > 0.0:
                 step = min(step, self.worker.seconds_to_recover)
             self._raise_crash()
-            assert math.isfinite(step) and passed < self.horizon, f"{complaint}:\n{self._where(names)}"
+            if math.isinf(step) or passed >= self.horizon:
+                problem = complaint if isinstance(complaint, str) else complaint()
+                raise AssertionError(f"{problem}:\n{self.loop.stacks(names)}")
+            self._check_bounds(step)
             self.loop.clock.jump(max(step, 0.0))
             passed += step
             self._settle()
-            self._check_bounds()
 
-    def _where(self, names: Iterable[str] | None) -> str:
-        """Where the tasks with these names wait, or all tasks."""
-        return self.loop.stacks(names)
-
-    def _check_bounds(self) -> None:
-        """At rest, and the clock has passed no deadline: nothing takes longer than it may."""
-        self.bounds.check(self.seconds, self._waits())
+    def _check_bounds(self, seconds: float) -> None:
+        """At rest, and for so many seconds nothing will happen: then nothing takes longer than it may."""
+        self.bounds.check(self.seconds, seconds, self._waits())
 
     def _waits(self) -> Iterator[Wait]:
         """Everything that has to be over soon."""
