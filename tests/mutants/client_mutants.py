@@ -117,7 +117,7 @@ CLIENT_MUTANTS = (
         "F58",
         "answered events are counted as unanswered, so that nothing more is sent",
         replaced(Posts, "on_answer", _ignore_answers),
-        shows="wait forever|are never answered",
+        shows="waits? forever|are never answered",
     ),
     _mutant(
         "F59",

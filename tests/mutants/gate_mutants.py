@@ -107,8 +107,8 @@ GATE_MUTANTS = (
         together(
             replaced(Session, "__aenter__", _open_under_the_lock), replaced(Session, "__aexit__", _leave_under_the_lock)
         ),
-        shows=r"(wait forever|goes on)[\s\S]*(lock\.acquire|_LOCKED)|the worker holds sessions|slots are taken"
-        r"|has not ended",
+        shows=r"(waits? forever|goes on)[\s\S]*(lock\.acquire|_LOCKED)|the worker holds sessions|slots are taken"
+        r"|has not ended|it waits forever: <holder",
     ),
     Mutant(
         "F28",
@@ -120,7 +120,7 @@ GATE_MUTANTS = (
         "F35",
         "a slot is free, and nobody who waits is admitted",
         replaced(WaitingLine, "serve", _serve_nobody),
-        shows="wait forever|callers wait, though the first of them need not|in flight|a newcomer is admitted"
+        shows="waits? forever|callers wait, though the first of them need not|in flight|a newcomer is admitted"
         "|wait for room, and the first has room",
     ),
     Mutant(

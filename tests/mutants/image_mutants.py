@@ -197,7 +197,7 @@ IMAGE_MUTANTS = (
         "F22h",
         "the images of a conversation are kept when it is over",
         replaced(Item, "release", _release_no_item),
-        shows="kept are|and kept, and waiting are",
+        shows="kept are|and kept, and waiting are|_payloads has",
         machine="RealtimeMachine",
     ),
     Mutant(

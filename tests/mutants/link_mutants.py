@@ -77,20 +77,20 @@ LINK_MUTANTS = (
         "F18",
         "the worker dies, and its readers are not told",
         replaced(SessionActor, "on_worker_lost", _tell_nobody_who_runs),
-        shows="wait forever|the worker holds sessions|still on the worker|in flight, the worker has none",
+        shows="waits? forever|the worker holds sessions|still on the worker|in flight, the worker has none",
     ),
     Mutant(
         "F27",
         "what was said for one session reaches another",
         replaced(Sessions, "__init__", _find_the_oldest),
-        shows="wait forever|in flight|the model's|ended by error|the worker holds sessions|LocalProtocolError"
+        shows="waits? forever|in flight|the model's|ended by error|the worker holds sessions|LocalProtocolError"
         "|only while attached",
     ),
     Mutant(
         "F45",
         "a writer is cancelled, and tears a frame",
         replaced(Link, "write", _cancel_the_writer),
-        shows="still on the worker|the worker holds sessions|in flight|broke the protocol|wait forever|ended with -9",
+        shows="still on the worker|the worker holds sessions|in flight|broke the protocol|waits? forever|ended with -9",
     ),
     Mutant(
         "F46",

@@ -158,7 +158,7 @@ POWER_MUTANTS = (
         "F14",
         "a wake that failed counts as one",
         replaced(PowerActor, "_check_answer", _believe_any_wake),
-        shows="the worker (sleeps|has)|WAKE of what|was done, but|wait forever|the weights that|sleep",
+        shows="the worker (sleeps|has)|WAKE of what|was done, but|waits? forever|the weights that|sleep",
         machine="PowerMachine",
     ),
     Mutant(
@@ -174,7 +174,7 @@ POWER_MUTANTS = (
         together(
             replaced(Scheduler, "forget_all", _keep_what_was_computed), replaced(ToyRunner, "sleep", _keep_the_slots)
         ),
-        shows="the model's|of none of the weights",
+        shows="the model's|of none of the weights|is of another history",
         machine="PowerMachine",
     ),
     Mutant(
@@ -184,7 +184,7 @@ POWER_MUTANTS = (
             replaced(Engine, "sleep", lambda _: _sleep_in_the_callers_task),
             replaced(Gate, "is_change_pending", _also_for_callers),
         ),
-        shows="nothing sleeps, and|wait forever",
+        shows="nothing sleeps, and|waits? forever",
         machine="PowerMachine",
     ),
     Mutant(

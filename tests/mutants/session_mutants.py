@@ -63,7 +63,7 @@ SESSION_MUTANTS = (
         "F2",
         "a session that ends between register and submit is never ended on the worker",
         rewritten(Phase.PREPARING, _A, Event.END, Transition(Phase.ENDED, _X, (Action.SETTLE_ABORTED,))),
-        shows="ended, and still on the worker|the link knows sessions|were never ended|wait forever",
+        shows="ended, and still on the worker|the link knows sessions|were never ended|waits? forever",
     ),
     Mutant(
         "F7",
@@ -75,7 +75,7 @@ SESSION_MUTANTS = (
             Transition(Phase.IDLE, _A, (Action.POST_STOP_SESSION, Action.SETTLE_ABORTED)),
         ),
         shows="not the session's|in flight|committed was|rows come after"
-        "|wait forever|the model's is|was ended by error",
+        "|waits? forever|the model's is|was ended by error",
     ),
     Mutant(
         "F8",
@@ -105,6 +105,6 @@ SESSION_MUTANTS = (
         "F41",
         "the end of a session strands the reader of its request",
         rewritten(Phase.ENDING, _X, Event.SESSION_ENDED, Transition(Phase.ENDED, _D, (Action.FREE_SESSION,))),
-        shows=r"its time is over|(readers|callers) wait forever|in flight|abort\(\) returned|pins and holders",
+        shows=r"its time is over|(readers|callers|it) waits? forever|in flight|abort\(\) returned|pins and holders",
     ),
 )

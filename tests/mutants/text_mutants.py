@@ -84,6 +84,6 @@ TEXT_MUTANTS = (
         "F51",
         "a prompt of token ids loses its first token",
         replaced(Conversation, "_prepare_raw", _lose_the_first_token),
-        shows="the model's|counted wrongly",
+        shows="the model's|counted wrongly|the prompt has",
     ),
 )

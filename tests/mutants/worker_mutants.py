@@ -134,7 +134,7 @@ WORKER_MUTANTS = (
         "F30",
         "a long session passes max_model_len",
         replaced(Sequence, "finish_reason", _overlook_the_context),
-        shows="the answer is .*the model's is|the whole answer",
+        shows="the answer is .*the model's is|the whole answer|a step continues request",
     ),
     Mutant(
         "F40",

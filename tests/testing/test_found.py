@@ -207,6 +207,13 @@ FOUND_IN_POWER = {
         ("update", {"mode": "wait", "path": "new"}),
         ("flow", {"rounds": 4}),
     ],
+    "weights are loaded as the engine closes, and its last state had the old ones": [
+        ("begin", {"ready": True, "sessions": 1, "turns": 1, "asks": 0, "thread_passes": 1}),
+        ("update", {"mode": "abort", "path": "new"}),
+        ("outage", {"way": "garbage"}),
+        ("cross", {"which": 0, "what": "abort"}),
+        ("outage", {"way": "close"}),
+    ],
     "an answer without a token names weights, of rows that came after its abort": [
         ("begin", {"ready": True, "sessions": 1, "turns": 0, "asks": 1, "thread_passes": 1}),
         ("tick", {"passes": 3, "order": 0}),

@@ -289,6 +289,8 @@ class PowerActor:
         weights = Weights(path, self.weights.version + 1)
         link = await self._link()
         self._check_answer(await link.ask(UpdateWeights(path, weights.version)))
+        if self._gate.stage is PowerStage.CLOSED:  # the last state was published
+            raise TransitionFailed("the engine is closed")
         self.weights = weights
 
     async def _retire(self) -> None:

@@ -381,7 +381,8 @@ def reference(
     length = max(max_tokens, 0) if prompt else 0  # a prompt may be longer than the context
     ids = tuple(toy_answer(prompt, length, ignore_eos=True, weights=weights, images=images))
     end_tokens = {*stop_token_ids} | (set() if ignore_eos else {IM_END})
-    ends = [at + 1 for at, token in enumerate(ids) if token in end_tokens and at + 1 >= min_tokens]
+    shortest = min(min_tokens, length)  # where the context ends, an end token counts
+    ends = [at + 1 for at, token in enumerate(ids) if token in end_tokens and at + 1 >= shortest]
     ids = ids[: min(ends, default=length)]
     shown = [at for at, token in enumerate(ids) if token != IM_END and not (ends and at + 1 == len(ids))]
     text = bytes(ids[at] for at in shown).decode("ascii")  # a token is a character, or hidden

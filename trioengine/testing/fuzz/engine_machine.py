@@ -77,11 +77,14 @@ class EngineMachine(SessionsMachine):
 
     # ---- programs that use the engine -----------------------------------------------------------------------------
 
-    @recorded(wait=st.booleans(), is_long=st.booleans())
-    def open(self, wait: bool, is_long: bool) -> None:
-        """A session; some begin with a conversation that soon outgrows the context."""
-        history = LONG if is_long else ()
-        self._open(wait, None, history, messages_of(history))
+    @recorded(wait=st.booleans())
+    def open(self, wait: bool) -> None:
+        self._open(wait)
+
+    @recorded(wait=WAIT)
+    def open_long(self, wait: bool | None) -> None:
+        """A session that begins with a conversation that soon outgrows the context."""
+        self._open(wait, None, LONG, messages_of(LONG))
 
     @recorded(timeout=st.sampled_from((None, 0.5)))
     def open_by_default(self, timeout: float | None) -> None:

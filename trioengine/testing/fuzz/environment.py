@@ -149,6 +149,9 @@ class Environment(World):
     @recorded(last_bytes=st.integers(0, 40))
     def kill_worker(self, last_bytes: int) -> None:
         """Kill the worker: its last bytes still arrive, the rest is cut off."""
+        self._kill(last_bytes)
+
+    def _kill(self, last_bytes: int) -> None:
         self._harm()
         worker = self._worker()
         if worker.to_worker:

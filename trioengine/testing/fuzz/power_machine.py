@@ -165,6 +165,17 @@ class Changes(Observer):
 
 MODES = st.sampled_from(("abort", "wait", "keep", "keep", "wait soon"))
 SLEEP_MODES = st.sampled_from(("abort", "wait", "keep", "keep", "wait soon", "abort in flight"))
+SUSPENDED = (
+    "wake",
+    "wake",
+    "drain",
+    "drain soon",
+    "abort all",
+    "abort",
+    "cancel",
+    "end",
+    "kill",
+)  # ways to go on, or not
 CHANGES = ("sleep", "wake", "update")  # calls
 ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
 
@@ -196,6 +207,9 @@ class PowerMachine(EngineMachine):
                 self.worker.turn()
         if self.worker is not None and inside.parked(self.worker):
             self.coverage.saw("sleep with a parked request")
+        self._sleep(level, mode)
+
+    def _sleep(self, level: Literal[1, 2], mode: str) -> None:
         timeout = self._excuse_aborts(mode)
         if mode == "abort":
             self.faults.begin(Harm.SLEEP_EMPTIES_LINES)
@@ -212,6 +226,28 @@ class PowerMachine(EngineMachine):
         timeout = self._excuse_aborts(mode)
         call = functools.partial(self.engine.update_weights, path, mode=_name(mode), timeout=timeout)
         self._change("update", call, path, mode=mode.split()[0], timeout=timeout)
+
+    @precondition(lambda self: self.open_holders and self.engine.state is Power.AWAKE)
+    @recorded(
+        which=WHICH, level=st.sampled_from((1, 2)), rounds=st.sampled_from((3, 8, 12)), way=st.sampled_from(SUSPENDED)
+    )
+    def suspend(self, which: int, level: Literal[1, 2], rounds: int, way: str) -> None:
+        """A request is suspended by a sleep, which may not be done yet; and then something happens to it."""
+        reader = self._read(which, Style.ALL, SamplingParams(max_tokens=20))
+        self._flow(rounds)
+        self._sleep(level, "keep")
+        self._flow(rounds)
+        match way:
+            case "wake":
+                self._change("wake", self.engine.wake, None, True)
+            case "end":
+                self._end(reader.holder)
+            case "abort" | "cancel":
+                self._stop(reader, way)
+            case "kill" if self.worker is not None:
+                self._kill(0)
+            case "drain" | "drain soon" | "abort all":
+                self._suffer(way)
 
     @precondition(lambda self: self.in_use and (self.engine.power.asleep or self.changes.running))
     @recorded(way=st.sampled_from(("drain", "drain soon", "abort all", "abort in flight", "close")))
