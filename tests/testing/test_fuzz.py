@@ -19,7 +19,7 @@ from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
 RUNS = {  # seed and programs: those that reach what can be reached soonest
     "EngineMachine": (0, 700),
     "PowerMachine": (0, 1200),
-    "RealtimeMachine": (3, 600),
+    "RealtimeMachine": (6, 600),
     "HttpMachine": (0, 400),
     "ClientMachine": (0, 450),
 }

@@ -78,9 +78,13 @@ def _short(value: object) -> str:
 
 
 def place(error: BaseException) -> str:
-    """The innermost line of the error's traceback that is neither a library's nor, if there is one, the kit's."""
+    """The innermost line of the error's traceback that is neither a library's nor the kit's.
+
+    It is the kit's if there is no other, and for an error of the fuzzer itself.
+    """
     frames = _own_frames(error)
-    frames = [frame for frame in frames if not frame.filename.startswith(_KIT)] or frames
+    if not is_fuzzers_own(error):
+        frames = [frame for frame in frames if not frame.filename.startswith(_KIT)] or frames
     return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else "an unknown place"
 
 
