@@ -165,7 +165,7 @@ def test_one_machine(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--machine", "X"], "--machine: no machine 'X'; there are engine, power, realtime, http, client, core, module:Class"),
+        (["--machine", "X"], "no machine 'X'; there are engine, power, realtime, http, client, core, module:Class"),
         (["--machine", "no.such:Class"], "--machine: no module 'no.such'"),
         (["--machine", "no_such.py:Class"], "--machine: no file 'no_such.py'"),
         (["--machine", "trioengine.core.types:Usage"], "trioengine.core.types has no machine 'Usage'"),
