@@ -136,7 +136,7 @@ def test_so_many_programs_and_no_finding(tmp_path, capsys):
     assert run(["fuzz", "--examples", "100", "--seed", "3", "--keep", str(keep)]) == 0
     output = capsys.readouterr().out
     for machine in MACHINES:
-        assert f"{machine}, seed 3: 2" in output
+        assert re.search(f"{machine}, seed 3: 1[67] programs", output)
     number = r"[\d,]+ programs, [\d,]+ passes, [\d.]+ s"
     verdicts = "; ".join(f"{machine} {number}" for machine in MACHINES)
     assert re.fullmatch(f"nothing found: {verdicts}", output.splitlines()[0])
@@ -165,7 +165,7 @@ def test_one_machine(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--machine", "X"], "--machine: no machine 'X'; there are engine, power, realtime, http, core, module:Class"),
+        (["--machine", "X"], "no machine 'X'; there are engine, power, realtime, http, client, core, module:Class"),
         (["--machine", "no.such:Class"], "--machine: no module 'no.such'"),
         (["--machine", "no_such.py:Class"], "--machine: no file 'no_such.py'"),
         (["--machine", "trioengine.core.types:Usage"], "trioengine.core.types has no machine 'Usage'"),

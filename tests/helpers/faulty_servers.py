@@ -20,6 +20,8 @@ MARKER = re.compile(r"Repeat: (\w+)$")
 class FaultyServer:
     """A server without a bug, in sglang's dialect, which has aborts by id and updates."""
 
+    memory, files = 100 << 20, 10  # the figures of its process
+
     def __init__(self, pause=PAUSE):
         self.pause = pause
         self.running = self.waiting = self.tokens = self.finished = 0
@@ -176,6 +178,17 @@ class LeakAfterDisconnect(FaultyServer):
             raise
 
 
+class FilesKept(FaultyServer):
+    """A server that keeps 20 files open for each request whose client left in the middle."""
+
+    async def run(self, stream, prompt, limit, streamed):
+        try:
+            await super().run(stream, prompt, limit, streamed)
+        except BaseException:
+            self.files += 20
+            raise
+
+
 class StuckAfterAborts(FaultyServer):
     """vLLM-Omni 3774: each abort in the middle costs a slot; /health answers, and nothing else does."""
 
@@ -284,6 +297,24 @@ class Sleeper(FaultyServer):
 
     async def on_is_sleeping(self, stream, body):
         await self.send(stream, 200, {"is_sleeping": self.asleep})
+
+
+class Pauser(Sleeper):
+    """A server without a bug, in vLLM's dialect, in which a pause is a light sleep: it reports both."""
+
+    async def on_pause(self, stream, body):
+        self.paused = trio.Event()
+        await self.send(stream, 200, {})
+
+    async def on_resume(self, stream, body):
+        self.paused.set()
+        await self.send(stream, 200, {})
+
+    async def on_is_paused(self, stream, body):
+        await self.send(stream, 200, {"is_paused": not self.paused.is_set()})
+
+    async def on_is_sleeping(self, stream, body):
+        await self.send(stream, 200, {"is_sleeping": not self.paused.is_set()})
 
 
 class GarbageAfterWake(Sleeper):

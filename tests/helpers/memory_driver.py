@@ -42,6 +42,9 @@ class MemoryDriver(TrioDriver):
         await trio.lowlevel.checkpoint()
         return MemoryConnection(client, server)
 
+    def figures(self):
+        return self.server.memory, self.server.files
+
     async def accept(self, server, stream):
         with suppress(trio.BrokenResourceError):  # of the close, when the client has left
             async with stream:

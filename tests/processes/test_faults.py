@@ -7,6 +7,8 @@ from pathlib import Path
 from helpers import faulty_serving
 
 from trioengine.cli.fuzz_process import with_model
+from trioengine.testing.target.dialects import TRIOENGINE
+from trioengine.testing.target.exchange import Target
 from trioengine.testing.target.faults import FaultyRun
 from trioengine.testing.target.hunt import Hunt
 from trioengine.testing.target.program import FAULTS, Step
@@ -45,6 +47,11 @@ async def hunting(server):
     return Hunt(server, await server.measured(), fresh=server.restart, make_run=FaultyRun, faults=FAULTS)
 
 
+def unmeasured(server, model, **deadlines):
+    target = Target(server.address, "", TRIOENGINE, model, **deadlines)
+    return Hunt(server, target, make_run=FaultyRun, faults=FAULTS)
+
+
 async def test_a_server_survives_every_fault(smollm2):
     used = set()
     async with started(command_line(with_model((str(smollm2),)))) as server:
@@ -68,11 +75,11 @@ def is_running(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
-async def test_a_bug_is_found_and_its_file_is_replayed(smollm2, tmp_path):
+async def test_descriptors_that_are_kept_are_found(smollm2):
     """A server that keeps the descriptors of a dead worker."""
     launcher = (sys.executable, faulty_serving.__file__, "keep_descriptors", "serve")
     async with started(command_line(with_model((str(smollm2),)), launcher)) as server:
-        hunt = await hunting(server)
+        hunt = unmeasured(server, smollm2.name, deadline=61.0, slack=60.0)  # one second for the return to rest
         run, finding = await hunt.run(steps_of([KILL]))
     assert finding is not None and finding.oracle == "rest", run.findings
     assert "descriptors of the server" in finding.message
@@ -82,7 +89,6 @@ async def test_a_worker_whose_death_is_missed_is_found(smollm2):
     """A server that waits endlessly for the end of a dead worker answers no request."""
     launcher = (sys.executable, faulty_serving.__file__, "miss_the_death", "serve")
     async with started(command_line(with_model((str(smollm2),)), launcher)) as server:
-        hunt = await hunting(server)
-        hunt.target.deadline = hunt.target.call_deadline = 3.0
+        hunt = unmeasured(server, smollm2.name, deadline=3.0, call_deadline=3.0)
         _, finding = await hunt.run(steps_of([KILL]))
     assert finding is not None and finding.oracle == "probe", finding

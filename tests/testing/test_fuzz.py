@@ -17,10 +17,10 @@ from trioengine.testing.fuzz.program import Program, ReplayFile, replay
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
 
 RUNS = {  # seed and programs: those that reach what can be reached soonest
-    "EngineMachine": (2, 700),
-    "PowerMachine": (4, 1200),
-    "RealtimeMachine": (6, 900),
-    "HttpMachine": (2, 300),
+    "EngineMachine": (0, 700),
+    "PowerMachine": (0, 1200),
+    "RealtimeMachine": (6, 600),
+    "HttpMachine": (0, 400),
     "ClientMachine": (0, 450),
 }
 PROGRAMS_A_MUTANT = 3000

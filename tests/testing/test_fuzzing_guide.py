@@ -35,7 +35,7 @@ def test_the_programs_have_no_findings(name):
     assert report.failure is None, f"{report.failure}\n{report.program}"
 
 
-ENDS = "asleep|draining|closed"
+ENDS = "asleep|draining|closed|restarting"
 SEND = 'await stream.send_all(f"{completion.text}\\n".encode())'
 TWICE = f"{SEND}\n                if completion.cause:\n                    {SEND}"
 BUGS = {

@@ -1,5 +1,6 @@
 """Machines for programs of other people: an app, a server, and the bugs that they may have."""
 
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -9,10 +10,12 @@ from hypothesis import strategies as st
 from trioengine import EngineClosed, EngineError, EngineOverloaded
 from trioengine.actors.engine import Engine
 from trioengine.core.types import FinishReason
-from trioengine.testing.fuzz import LifecycleMachine, rule
+from trioengine.testing.fuzz import LifecycleMachine, machine, rule
 from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.program import Program
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, replayed, silence
+from trioengine.testing.fuzz.trace import place
+from trioengine.testing.sim_loop import Livelock
 
 PROGRAMS = 150
 
@@ -186,7 +189,7 @@ def test_a_program_is_disturbed_in_every_way():
     [
         (Hopeful, "it was aborted"),
         (Unsafe, "a bug"),
-        (Leak, "sessions are left"),
+        (Leak, f"sessions are left, opened at {__file__}"),
         (LostWakeUp, "wait forever"),
         (DoubleAnswer, "one answer too many"),
     ],
@@ -197,6 +200,22 @@ def test_a_bug_of_a_program_is_found_and_shrunk(machine, failure):
     assert report.program.length <= 8, report.program
     with silence():
         assert failure in str(replayed(machine, report.program).failure)
+
+
+class Busy(LifecycleMachine):
+    async def app(self, engine):
+        while True:
+            with suppress(ValueError):
+                raise ValueError
+
+
+def test_a_task_that_never_lets_another_one_run_is_a_finding(monkeypatch):
+    monkeypatch.setattr(machine, "LONGEST", 0.1)
+    program = Program("Busy", [("begin", {"ready": True}), ("start", {}), ("settle", {})])
+    with silence():
+        found = replayed(Busy, program)
+    assert isinstance(found.failure, Livelock) and "let no other one run" in str(found.failure)
+    assert place(found.failure).endswith("in app")
 
 
 def test_a_machine_drives_the_engine_that_its_factory_makes():

@@ -15,10 +15,12 @@ from helpers.faulty_servers import (
     AnotherConversation,
     CrashByAbort,
     FaultyServer,
+    FilesKept,
     GarbageAfterWake,
     GaugeDrift,
     HeldForever,
     LeakAfterDisconnect,
+    Pauser,
     Sleeper,
     StaleCache,
     StateStuck,
@@ -102,10 +104,22 @@ async def test_a_published_bug_is_found_again(kind, seeded, autojump_clock):
     assert len(found.steps) <= 5, found.steps
 
 
-@pytest.mark.parametrize("kind", [FaultyServer, Sleeper])
+@pytest.mark.parametrize("kind", [FaultyServer, Sleeper, Pauser])
 async def test_a_server_without_a_bug_has_no_finding(kind, seeded, autojump_clock):
     outcome = (await searched(kind, 50)).outcome
     assert outcome.found == [] and outcome.programs == 50
+
+
+async def test_a_process_that_keeps_files_is_searched_on(seeded, autojump_clock):
+    async with trio.open_nursery() as nursery:
+        driver = MemoryDriver(FilesKept(), nursery)
+        hunt = Hunt(driver, await calibrated(driver), seed=1, longest=6)  # nothing starts the server again
+        outcome = await hunt.search(programs=30)
+        nursery.cancel_scope.cancel()
+    (found,) = outcome.found
+    assert found.finding.oracle == "process" and outcome.programs == 30
+    assert found.recovered and found.failed >= 4 and found.replays == 5
+    assert len(found.steps) <= 2, found.steps
 
 
 async def test_a_queued_client_that_leaves_aborts_another(seeded, autojump_clock):

@@ -278,6 +278,9 @@ def fuzz(
     pid: Annotated[
         int | None, typer.Option(min=1, help="With --target: the server's process, to watch and to stop for a while.")
     ] = None,
+    kill_worker: Annotated[
+        bool, typer.Option("--kill-worker", help="With --pid: also kill a child of the process, which it must replace.")
+    ] = False,
     report: Annotated[Path | None, typer.Option(help="With --target: write an HTML page with the findings.")] = None,
     i_own_this_server: Annotated[
         bool, typer.Option("--i-own-this-server", help="With --target: permit one on another machine.")
@@ -293,11 +296,13 @@ def fuzz(
         "model": model,
         "api_key": api_key,
         "pid": pid,
+        "kill_worker": kill_worker or None,
         "report": report,
         "i_own_this_server": i_own_this_server or None,
     }
     for_both = {"seed": seed, "replay": replay, "keep": keep}
-    for_url = {name: for_target[name] for name in ("dialect", "model", "api_key", "pid", "i_own_this_server")}
+    url_options = ("dialect", "model", "api_key", "pid", "kill_worker", "i_own_this_server")
+    for_url = {name: for_target[name] for name in url_options}
     for_engine = {"seconds": seconds, "examples": examples, "profile": profile, "machine": machine, "trace": trace}
     if target is not None:
         _refuse_given(for_engine, "does not go with --target")

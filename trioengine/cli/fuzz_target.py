@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ import trio
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.wording import counted, printable
 from trioengine.testing.target.artifacts import curl_lines, page, rate, schedule_svg, schedule_text, script
-from trioengine.testing.target.calibrate import NoTarget, calibrate, detect
+from trioengine.testing.target.calibrate import NoTarget, calibrate, detect, measure_start
 from trioengine.testing.target.dialects import DIALECTS, OPENAI
-from trioengine.testing.target.driver import TrioDriver, figures_of
+from trioengine.testing.target.driver import TrioDriver
 from trioengine.testing.target.exchange import Target
 from trioengine.testing.target.hunt import REPLAYS, Found, Hunt, Outcome, program_of
-from trioengine.testing.target.program import Step
+from trioengine.testing.target.processes import figures_of, worker_of
+from trioengine.testing.target.program import SIGNALS, Step
 
 FOUND, NOTHING, FAILED = 1, 0, 3  # exit codes
 MINUTES = 5.0
@@ -38,6 +39,7 @@ class TargetOptions:
     model: str | None = None
     api_key: str | None = None
     pid: int | None = None
+    kill_worker: bool = False
     report: Path | None = None
     replay: Path | None = None
     keep: Path = Path("fuzz-finding.json")
@@ -52,6 +54,7 @@ def fuzz_target(options: TargetOptions) -> int:
     replayed = None if options.replay is None else read_finding(options.replay)
     if replayed is not None and options.dialect is None:
         options = TargetOptions(**{**vars(options), "dialect": replayed[0]})
+    _check_processes(options, () if replayed is None else replayed[1])
     if options.api_key is not None:
         target.headers["Authorization"] = f"Bearer {options.api_key}"
     driver = TrioDriver(host, int(target.host.rpartition(":")[2]), options.pid)
@@ -112,6 +115,17 @@ def check_options(options: TargetOptions) -> None:
             raise InvalidConfig(f"{path}: there is no such directory")
 
 
+def _check_processes(options: TargetOptions, steps: Sequence[Step]) -> None:
+    """Check that the processes are known which get signals. Raises InvalidConfig."""
+    rules = {step.rule for step in steps} & set(SIGNALS)
+    if options.pid is None and options.kill_worker:
+        raise InvalidConfig("--kill-worker needs --pid, the process whose child is killed")
+    if options.pid is None and rules:
+        raise InvalidConfig(f"{options.replay} has the step {min(rules)}, which needs --pid")
+    if (options.kill_worker or Step("kill_worker") in steps) and worker_of(options.pid) is None:
+        raise InvalidConfig(f"--pid {options.pid}: the process has no child, thus no worker to kill")
+
+
 def read_finding(path: Path) -> tuple[str, list[Step], dict[str, Any]]:
     """Read a finding's file: the dialect's name, the steps, and everything. Raises InvalidConfig."""
     try:
@@ -128,8 +142,11 @@ async def _search(driver: TrioDriver, target: Target, options: TargetOptions, st
     else:
         target.dialect = DIALECTS[options.dialect]
     await driver.run(calibrate(target, options.model))
+    if options.kill_worker or Step("kill_worker") in (steps or ()):
+        await driver.run(measure_start(target))
     describe(target, detected=options.dialect is None)
-    hunt = Hunt(driver, target, options.seed, show_progress, has_pid=options.pid is not None)
+    faults = ("kill_worker",) if options.kill_worker else ()
+    hunt = Hunt(driver, target, options.seed, show_progress, has_pid=options.pid is not None, faults=faults)
     return await run_hunt(hunt, options, steps)
 
 
@@ -190,11 +207,19 @@ def _write(outcome: Outcome, target: Target, options: TargetOptions, verdict: st
         print(f"\n{printable(str(found.finding))}\n{rate(found)}")
         print("\n".join(f"  {step}" for step in found.steps))
         _write_finding(found, target, stem, options.serve)
-        scripted = "" if options.serve is not None else f"; python3 {stem.with_suffix('.py')}"
-        print(f"trioengine fuzz --target {options.target} --replay {stem}{scripted}")
+        print(_commands(found, target, stem, options))
     if options.report is not None:
         text = page(verdict, outcome.found, target, scripted=options.serve is None)
         options.report.write_text(text, encoding="utf-8")
+
+
+def _commands(found: Found, target: Target, path: Path, options: TargetOptions) -> str:
+    """Return the commands that run the program again."""
+    signals = any(step.rule in SIGNALS for step in found.steps) and options.pid is not None
+    again = f"trioengine fuzz --target {options.target}{f' --pid {options.pid}' if signals else ''} --replay {path}"
+    if options.serve is not None:
+        return again
+    return f"{again}; python3 {path.with_suffix('.py')}{f' {target.host} {options.pid}' if signals else ''}"
 
 
 def _write_finding(found: Found, target: Target, path: Path, serve: tuple[str, ...] | None) -> None:

@@ -21,7 +21,7 @@ import random
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -35,6 +35,7 @@ from trio._core import _run
 
 FIFO = 0  # an order of tasks: that of their start
 _TRIO = str(Path(trio.__file__).parent)
+_KIT = str(Path(__file__).parent)
 
 
 class Livelock(AssertionError):
@@ -178,9 +179,10 @@ class SimLoop:
         """On the simulated clock; infinite without a deadline."""
         return trio.lowlevel.current_statistics().seconds_to_next_deadline
 
-    def stacks(self, names: Container[str] | None = None) -> str:
-        """Where the tasks with these names wait, or all tasks, with those below them."""
-        above = [task for task in self.nursery.child_tasks if names is None or task.name in names]
+    def stacks(self, names: Iterable[str] | None = None) -> str:
+        """Where the tasks with these names wait, in this order, or all tasks, and then those below them."""
+        tasks = {task.name: task for task in _sorted(self.nursery.child_tasks)}
+        above = [tasks[name] for name in (tasks if names is None else names) if name in tasks]
         return "\n".join(f"{task.name}:\n{_stack(task)}" for task in _with_those_below(above))
 
     @property
@@ -267,19 +269,23 @@ class _Order:
             batch.insert(place, batch.pop(place + index))
 
 
-def _with_those_below(tasks: Iterable[trio.lowlevel.Task]) -> list[trio.lowlevel.Task]:
-    ordered = sorted(tasks, key=lambda task: task.name)
-    below = (_with_those_below(inner.child_tasks) for task in ordered for inner in task.child_nurseries)
-    return [*ordered, *itertools.chain.from_iterable(below)]
+def _sorted(tasks: Iterable[trio.lowlevel.Task]) -> list[trio.lowlevel.Task]:
+    return sorted(tasks, key=lambda task: task.name)
+
+
+def _with_those_below(tasks: list[trio.lowlevel.Task]) -> list[trio.lowlevel.Task]:
+    below = (_with_those_below(_sorted(inner.child_tasks)) for task in tasks for inner in task.child_nurseries)
+    return [*tasks, *itertools.chain.from_iterable(below)]
 
 
 def _stack(task: trio.lowlevel.Task) -> str:
-    frames = traceback.StackSummary.extract(_frames(task.coro))
+    frames = traceback.StackSummary.extract(await_frames(task.coro))
     ours = [frame for frame in frames if not frame.filename.startswith(_TRIO)]
-    return "".join(traceback.format_list(ours))
+    theirs = [frame for frame in ours if not frame.filename.startswith(_KIT)]
+    return "".join(traceback.format_list(theirs or ours))
 
 
-def _frames(awaited: Any) -> Iterator[tuple[FrameType, int]]:
+def await_frames(awaited: Any) -> Iterator[tuple[FrameType, int]]:
     """The frames of a coroutine and of all that it awaits; `Task.iter_await_frames` ends at a whole answer's `Call`."""
     while awaited is not None:
         for kind, awaits in (("cr", "await"), ("gi", "yieldfrom"), ("ag", "await")):

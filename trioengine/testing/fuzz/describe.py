@@ -12,9 +12,11 @@ ERROR_LINES = 6  # shown of an error above its program
 
 
 def error_text(failure: Exception) -> str:
-    """Describe the failure in two lines: the error, and its place."""
+    """Describe the failure: the first paragraph of the error, and its place."""
     own = "the fuzzer itself failed: " if is_fuzzers_own(failure) else ""
-    return f"{own}{type(failure).__name__}: {failure}\nat {place(failure)}"
+    first, _, more = str(failure).partition("\n\n")
+    hint = " (all of it is at the end)" if more else ""
+    return f"{own}{type(failure).__name__}: {first}\nat {place(failure)}{hint}"
 
 
 def trace_text(trace: Trace, *, whole: bool) -> str:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.actors.engine import Engine
+from trioengine.actors.observer import Observer
+from trioengine.actors.session import Session
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineOverloaded, SessionEnded, TimedOut, WorkerLost
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Call
@@ -20,6 +22,7 @@ from trioengine.testing.fuzz.faults import Harm, Life
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.peers import WHICH, PeersEnvironment
 from trioengine.testing.fuzz.program import pick, recorded
+from trioengine.testing.fuzz.trace import current_place
 from trioengine.testing.fuzz.world import CONFIG, LIMITS, EngineFactory, make_engine
 from trioengine.testing.memory_peer import MemoryPeer
 from trioengine.testing.simulated_peer import PeerState
@@ -51,6 +54,8 @@ class LifecycleMachine(PeersEnvironment[MemoryPeer]):
         super().__init__(make_engine)
         self._tasks: list[Call] = []
         self._lives: dict[trio.lowlevel.Task, Life] = {}
+        self._openers = _Openers()
+        self.engine.observers.append(self._openers)
         self._serving: Call | None = None
         if self._overrides("serve"):
             self._call("serve", self._serve, EXCUSABLE)
@@ -124,6 +129,12 @@ class LifecycleMachine(PeersEnvironment[MemoryPeer]):
         """An operator puts the engine to sleep, or wakes it."""
         self._switch(how)
 
+    @precondition(lambda self: bool(inside.requests(self.engine)))
+    @recorded()
+    def abort(self) -> None:
+        """An operator aborts the requests in flight."""
+        self._abort_all(keep_waiting=True)
+
     # ---- helpers --------------------------------------------------------------------------------------------------
 
     def _overrides(self, name: str) -> bool:
@@ -188,19 +199,35 @@ class LifecycleMachine(PeersEnvironment[MemoryPeer]):
                 client.reset()  # as TCP's keep-alive does
             elif client.peer_state is PeerState.STALLED:
                 client.peer_state = PeerState.WELL
-        names = {call.task.name for call in self.calls if call.task is not None}
+        callers = sorted(self.running_calls, key=lambda call: call is self._serving)
+        names = [call.task.name for call in callers if call.task is not None]
         self._run_out(lambda: not self._running, "tasks of the program wait forever", names)
         for client in self.clients:
             client.close()
         self._run_out(lambda: not self.present, "connections whose clients have gone are never closed", names)
         if not self.keeps_sessions:
-            self._run_out(lambda: not self._sessions, "no task of the program runs, and sessions are left", names)
+            self._run_out(lambda: not self._sessions, self._describe_sessions, names)
         if (serving := self._serving) is not None:
             serving.scope.cancel()
             self._run_out(lambda: serving.over, "serve() was cancelled, and does not end", names)
-        assert not self._sessions, f"the program has ended, and sessions are left: {self._sessions}"
+        assert not self._sessions, self._describe_sessions()
+
+    def _describe_sessions(self) -> str:
+        places = (self._openers.places.get(session, "an unknown place") for session in self._sessions)
+        return "no task of the program runs, and sessions are left, opened at " + "; ".join(places)
 
     @property
     def _sessions(self) -> list[inside.SessionActor]:
         """Those that have not ended."""
         return [session for session in inside.sessions(self.engine) if session.end_cause is None]
+
+
+class _Openers(Observer):
+    """Notes where the program opened its sessions."""
+
+    def __init__(self) -> None:
+        self.places: dict[inside.SessionActor, str] = {}
+
+    def session_opened(self, session: object) -> None:
+        assert isinstance(session, Session), "it has been entered"
+        self.places[inside.actor(session)] = current_place()

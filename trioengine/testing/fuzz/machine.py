@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import signal
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any, ClassVar, Self
 
 from hypothesis.errors import HypothesisException
@@ -23,6 +27,9 @@ from trioengine.core.lifecycle import (
 )
 from trioengine.testing.fuzz.program import Program, RuleSwarm
 from trioengine.testing.fuzz.trace import Trace
+from trioengine.testing.sim_loop import Livelock
+
+LONGEST = 2.0  # seconds of the processor's time that a rule may take: a hundred times more than any needs
 
 
 class Coverage(Observer):
@@ -155,6 +162,8 @@ class Machine(RuleBasedStateMachine):
                 self._try(self._close)
             finally:
                 self._taps.close()
+                if self.finding is not None and isinstance(self.finding.error, Livelock):
+                    gc.collect()  # a loop that does not end may leave a few large objects
                 if self.on_end is not None:
                     self.on_end(self)
         if is_new:
@@ -162,7 +171,8 @@ class Machine(RuleBasedStateMachine):
 
     def _try(self, step: Callable[[], None]) -> None:
         try:
-            step()
+            with _interrupted_when_late():
+                step()
         except HypothesisException:
             raise
         except Exception as exc:
@@ -176,6 +186,28 @@ class Machine(RuleBasedStateMachine):
         """From this one place, and outside of any handler: hypothesis compares where exceptions come from."""
         if self.finding is not None:
             raise self.finding
+
+
+@contextmanager
+def _interrupted_when_late() -> Iterator[None]:
+    """In the main thread, raise Livelock within code that runs for too long, again and again until it ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, _raise_livelock)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST, LONGEST)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _raise_livelock(_: int, frame: FrameType | None) -> None:
+    if frame is not None and frame.f_code.co_name == "gc_callback":  # hypothesis' own, whose errors are ignored
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.01, LONGEST)
+        return
+    raise Livelock(f"a task has run for {LONGEST:g} s, and let no other one run")
 
 
 def _leaf(error: Exception) -> Exception:

@@ -93,7 +93,7 @@ Machine = TypeVar("Machine")
 T = TypeVar("T")
 Step: TypeAlias = tuple[str, dict[str, Any]]  # a rule, and its arguments by name
 
-PACKAGES = ("trioengine", "trio", "trio-websocket", "wsproto", "hypothesis")  # whose versions may matter
+PACKAGES = ("trioengine", "trio", "trio-websocket", "wsproto", "hypothesis", "simloop")  # whose versions may matter
 MOST_RULES = 100  # of a program: trimming makes one of several, and adds their numbers up
 ENVIRONMENT_RULES = frozenset({"tick", "reorder", "flow", "settle", "move", "carry"})  # they do not count
 
@@ -172,7 +172,11 @@ def _is_step(step: object) -> bool:
 
 def versions() -> dict[str, str]:
     """The versions on which the run of a program may depend."""
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def recorded(decorator: Callable[..., Any] = rule, **arguments: SearchStrategy[Any]) -> Callable[[Method], Any]:

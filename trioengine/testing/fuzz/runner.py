@@ -189,14 +189,17 @@ class Fuzzer:
             hypothesis.seed(self.report.seed)(test)()
         except Finding as finding:
             assert self._last is not None, "a machine that found something has been counted"
-            self.report.failure, self.report.program = failed = finding.error, self._last
-            if self._shrinks:
-                self.report.failure, self.report.program = trimmed(self._current, failed)
+            self.report.failure, self.report.program = finding.error, self._last
         except (Flaky, KeyboardInterrupt) as exc:  # before it was shrunk, or it failed only once: nothing is lost
             if self._shortest is not None:
                 self.report.failure, self.report.program = self._shortest
             if isinstance(exc, KeyboardInterrupt) or self._shortest is None:
                 raise
+            return
+        if self._shrinks and self.report.failure is not None and self.report.program is not None:
+            self.report.failure, self.report.program = trimmed(
+                self._current, (self.report.failure, self.report.program)
+            )
 
 
 class Replayed(NamedTuple):
@@ -234,9 +237,13 @@ def _fewer_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Within, the engine's log goes to the handlers of machines alone, which get its errors."""
+    """Within, the engine's log goes to the handlers of machines alone, which get its errors.
+
+    Logs of programs go where these have sent them, and not to stderr by default.
+    """
     logger = logging.getLogger("trioengine")
     before = logger.level, logger.propagate, logger.handlers
+    last_resort, logging.lastResort = logging.lastResort, logging.NullHandler()
     logger.setLevel(logging.ERROR)
     logger.propagate, logger.handlers = False, [logging.NullHandler()]
     try:
@@ -244,3 +251,4 @@ def silence() -> Iterator[None]:
     finally:
         logger.setLevel(before[0])
         _, logger.propagate, logger.handlers = before
+        logging.lastResort = last_resort

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from trioengine.core.messages import WIRE_NAMES, Message, TokensRow
 from trioengine.testing.simulated_worker import Handled, SimulatedWorker, WorkerObserver
 
 _FUZZER = str(Path(__file__).parent)
+_KIT, _PACKAGE = (str(folder) for folder in Path(__file__).parents[1:3])
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(trio.__file__).parent), "<")
 _MOST = 72  # characters of a value
 
@@ -76,9 +78,22 @@ def _short(value: object) -> str:
 
 
 def place(error: BaseException) -> str:
-    """The innermost line of the error's traceback that is not a library's."""
+    """The innermost line of the error's traceback that is neither a library's nor the kit's.
+
+    It is the kit's if there is no other, and for an error of the fuzzer itself.
+    """
     frames = _own_frames(error)
+    if not is_fuzzers_own(error):
+        frames = [frame for frame in frames if not frame.filename.startswith(_KIT)] or frames
     return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else "an unknown place"
+
+
+def current_place() -> str:
+    """The innermost line of the current stack that is neither a library's nor this package's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, *_LIBRARIES)):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
 
 
 def is_fuzzers_own(error: BaseException) -> bool:

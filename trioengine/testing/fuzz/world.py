@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -214,11 +214,11 @@ class World(Machine):
         raise AssertionError(f"no rest after {ROUNDS} rounds:\n{self.loop.stacks()}")
 
     def _run_out(
-        self, done: Callable[[], bool], complaint: str | Callable[[], str], names: Container[str] | None = None
+        self, done: Callable[[], bool], complaint: str | Callable[[], str], names: Iterable[str] | None = None
     ) -> None:
         """Settle, and let the clock jump from deadline to deadline, until it is done or the horizon is reached.
 
-        The complaint shows where the tasks with these names wait, or all tasks.
+        The complaint shows where the tasks with these names wait, in this order, or all tasks.
         """
         self._settle()
         passed = 0.0

@@ -8,12 +8,12 @@ import shlex
 from collections.abc import Iterable
 from html import escape
 
-from trioengine.testing.target import dialects, exchange, judge, machine, oracles, program, standalone, wire
+from trioengine.testing.target import dialects, exchange, judge, machine, oracles, processes, program, standalone, wire
 from trioengine.testing.target.exchange import GOLDEN_PROMPT, Event, Exchange, Target
 from trioengine.testing.target.hunt import Found
 from trioengine.testing.target.program import Step
 
-_MODULES = (wire, dialects, program, oracles, exchange, judge, machine, standalone)
+_MODULES = (wire, dialects, program, oracles, exchange, judge, machine, processes, standalone)
 _COLUMN, _ROW, _TOP = 150, 22, 50  # pixels
 
 

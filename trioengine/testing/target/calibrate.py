@@ -20,6 +20,7 @@ from trioengine.testing.target.wire import (
     Now,
     Response,
     Send,
+    Signal,
     answer_of,
     json_of,
 )
@@ -83,6 +84,16 @@ def calibrate(target: Target, model: str | None = None) -> Action[Target]:
     yield from _check_tokenizer(exchange)
     yield from _leave_out_missing(exchange)
     return target
+
+
+def measure_start(target: Target) -> Action[None]:
+    """Kill the worker, and give each deadline room for the start of another one. Raises NoTarget."""
+    exchange = Exchange(target)
+    begin = yield Now()
+    yield Signal("KILL", "worker")
+    if not (yield from exchange.is_answered(PATIENCE)):
+        raise NoTarget(f"no completion was answered in {PATIENCE:g} s after the death of the worker")
+    target.allow_starts((yield Now()) - begin)
 
 
 def _first_model(exchange: Exchange) -> Action[str]:

@@ -77,6 +77,7 @@ class Dialect:
     calls: dict[str, tuple[Call, ...]] = field(default_factory=dict)  # by rule, one for each variant
     is_sleeping: str = ""
     is_paused: str = ""
+    state_may: tuple[tuple[Power, str], ...] = ()  # routes that may report true in a state other than their own
     clears_cache: tuple[str, ...] = ("update", "reset")
     awake_may: tuple[int, ...] = (200, 429, 503)  # statuses of a valid request
     unavailable_may: tuple[int, ...] = (200, 400, 403, 409, 429, 500, 503)  # … when paused or asleep, or ended by it
@@ -108,6 +109,7 @@ VLLM = Dialect(
     },
     is_sleeping="/is_sleeping",
     is_paused="/is_paused",
+    state_may=((Power.PAUSED, "/is_sleeping"), (Power.ASLEEP, "/is_paused")),  # a pause is a sleep of level 0
     bad_may=(*Dialect("").bad_may, 500),
 )
 SGLANG = Dialect(

@@ -7,11 +7,11 @@ import signal
 import socket
 import struct
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import trio
 
+from trioengine.testing.target.processes import figures_of, worker_of
 from trioengine.testing.target.wire import (
     Action,
     Close,
@@ -102,11 +102,15 @@ class TrioDriver:
             raise
         return Socket(opened)
 
+    def figures(self) -> tuple[int, int] | None:
+        """Return the RSS of the server's process in bytes and its open descriptors, None if they cannot be read."""
+        return figures_of(self._pid)
+
     def _close_all(self) -> None:
         for number in list(self._connections):
             self._leave(number, Close.RST)
         if self._is_stopped:
-            self._signal("CONT")
+            self._signal("CONT", "server")
 
     async def _perform(self, operation: Operation) -> object:
         match operation:
@@ -122,10 +126,10 @@ class TrioDriver:
                 await trio.sleep(seconds)
             case Now():
                 return trio.current_time()
-            case Signal(name):
-                return self._signal(name)
+            case Signal(name, process):
+                return self._signal(name, process)
             case Figures():
-                return figures_of(self._pid)
+                return self.figures()
         return None
 
     async def _connect(self, client: int) -> bool:
@@ -167,23 +171,14 @@ class TrioDriver:
         if how is not Close.HALF:
             del self._connections[client]
 
-    def _signal(self, name: str) -> bool:
-        if self._pid is None:
+    def _signal(self, name: str, process: str) -> bool:
+        pid = self._pid if process == "server" else worker_of(self._pid)
+        if pid is None:
             return False
         try:
-            os.kill(self._pid, getattr(signal, f"SIG{name}"))
+            os.kill(pid, getattr(signal, f"SIG{name}"))
         except ProcessLookupError:
             return False
-        self._is_stopped = name == "STOP"
+        if process == "server":
+            self._is_stopped = name == "STOP"
         return True
-
-
-def figures_of(pid: int | None) -> tuple[int, int] | None:
-    """Return a process's RSS in bytes and its open descriptors, None if they cannot be read."""
-    if pid is None:
-        return None
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE"), len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    except OSError:
-        return None

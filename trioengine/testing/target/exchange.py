@@ -21,6 +21,7 @@ from trioengine.testing.target.wire import (
     Receive,
     Response,
     Send,
+    Wait,
     count_in,
     json_of,
     metrics_of,
@@ -29,6 +30,7 @@ from trioengine.testing.target.wire import (
 
 GOLDEN_PROMPT = "Count from one to nine in words."
 GOLDEN_TOKENS = 12
+STARTS = 3  # of a worker that each deadline has room for: it may have to be started again, and again
 
 
 @dataclass
@@ -48,6 +50,12 @@ class Target:
     golden: Golden = field(default_factory=Golden)
     process: tuple[int, int] | None = None  # figures after the first programs
     headers: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def allow_starts(self, seconds: float) -> None:
+        """Give each deadline room for starts of a worker, of which one takes `seconds`."""
+        self.slack = STARTS * seconds
+        self.deadline += self.slack
+        self.call_deadline += self.slack
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,16 @@ class Exchange:
     def complete(self, prompt: str, max_tokens: int, timeout: float, *, golden: bool = False) -> Action[Response]:
         body = self.body(prompt, max_tokens, stream=False, golden=golden)
         return (yield from self.fetch("POST", self.route, body, timeout))
+
+    def is_answered(self, timeout: float) -> Action[bool]:
+        """Ask until a completion is answered, for `timeout` seconds at most."""
+        deadline = (yield Now()) + timeout
+        while (left := deadline - (yield Now())) > 0:
+            response = yield from self.complete(GOLDEN_PROMPT, 1, left)
+            if response.status == 200 and response.ended:
+                return True
+            yield Wait(min(0.1, left))
+        return False
 
     def snapshot(self) -> Action[Snapshot]:
         """Read the gauges and counters that the server has."""

@@ -155,11 +155,14 @@ class Hunt:
         return found.recovered
 
     async def _recover(self) -> bool:
-        """Start the server again, or check that it answers."""
+        """Start the server again, or check that it answers; growth that remains is the base of the next programs."""
         if self.fresh is not None:
             await self.fresh()
             return True
-        _, finding = await self.run([], frozenset())
+        run, finding = await self.run([], frozenset())
+        if finding is not None and finding.oracle == "process":
+            self.target.process = run.evidence["process"]
+            return True
         return finding is None
 
     async def _fails_again(self, found: Found, steps: list[Step]) -> bool:

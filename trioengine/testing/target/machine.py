@@ -47,6 +47,7 @@ class Run(Judge):
         self.clients: dict[int, Client] = {}
         self.refused: set[str] = set()  # rules that the server does not have
         self._ignored = ignored
+        self._replaces = False  # the server replaces its worker, and requests may fail
         self._opened = 0
 
     def perform(self) -> Action[Finding | None]:
@@ -74,11 +75,15 @@ class Run(Judge):
         prompt = GOLDEN_PROMPT if golden else prompt_of(marker, words)
         max_tokens = GOLDEN_TOKENS if golden else max_tokens
         response = Response()
-        opened = Client(response, marker, id, max_tokens, golden, excused=self.power is not Power.AWAKE)
+        opened = Client(response, marker, id, max_tokens, golden, excused=self._may_fail)
         self.clients[client], self.markers[self._opened] = opened, marker
         body = self.body(prompt, max_tokens, stream=stream, id=id, golden=golden)
         yield from self.note(str(client), f"POST {self.route} ({'stream' if stream else 'whole'})", to_server=True)
         yield from self._connect(client, self.encode("POST", self.route, body), response)
+
+    @property
+    def _may_fail(self) -> bool:
+        return self._replaces or self.power is not Power.AWAKE
 
     def _marker(self) -> str:
         self._opened += 1
@@ -171,7 +176,7 @@ class Run(Judge):
         dialect = self.target.dialect
         may = (*dialect.bad_may, *dialect.unavailable_may) if self.power is not Power.AWAKE else dialect.bad_may
         may = (*may, 200) if kind in ("unknown model",) or kind.startswith("a body") else may
-        if response.status is not None and response.status not in may:
+        if response.status is not None and response.status not in may and not self._replaces:
             self.findings.append(Finding("refusal", f"{kind}: {response.status}, {response.body[:200]!r}"))
 
     def do_native(self, how: str) -> Action[None]:
@@ -215,9 +220,32 @@ class Run(Judge):
 
     def do_stop(self, milliseconds: int) -> Action[None]:
         """Stop the server's process for a while."""
-        if (yield Signal("STOP")):
-            yield Wait(milliseconds / 1000)
-            yield Signal("CONT")
+        if not (yield Signal("STOP")):
+            yield from self.note("operator", "SIGSTOP: the server's process is not known", to_server=True)
+            return
+        yield Wait(milliseconds / 1000)
+        yield Signal("CONT")
+
+    def do_kill_worker(self) -> Action[None]:
+        """Kill a worker that serves: the server has to replace it. Requests may fail until it has."""
+        if self.power is not Power.AWAKE:
+            return
+        yield from self._await_worker()
+        killed = yield Signal("KILL", "worker")
+        text = "SIGKILL of the worker" if killed else "SIGKILL: the worker's process is not known"
+        yield from self.note("operator", text, to_server=True)
+        if killed:
+            self._replaces = True
+            self._excuse_all()
+            self.before.counters.clear()  # a counter may begin again with its process
+
+    def _await_worker(self) -> Action[None]:
+        """Wait until a completion is answered after the death of a worker, for as long as the probe may take."""
+        seconds = self.target.deadline
+        if self._replaces and not (yield from self.is_answered(seconds)):
+            message = f"no completion was answered in {seconds:g} s after the death of the worker"
+            self.findings.append(Finding("probe", message))
+        self._replaces = False
 
     def _excuse_all(self) -> None:
         for client in self.clients.values():
@@ -227,6 +255,7 @@ class Run(Judge):
         """Make a call that changes the server's state, if the table has it."""
         if (self.power, rule) not in TRANSITIONS or rule not in self.target.dialect.calls:
             return
+        yield from self._await_worker()
         quiet = False
         if rule not in ("resume", "wake"):
             self._excuse_all()
@@ -253,6 +282,8 @@ class Run(Judge):
         yield from self.note("operator", f"{response.status}", to_server=False)
         if not response.is_over:
             self.findings.append(Finding("call", f"{call.path} was not answered in {self.target.call_deadline:g} s"))
+        elif self._replaces:
+            pass  # it may fail
         elif response.status is None:
             self.findings.append(Finding("call", f"{call.path} got no answer: the connection was closed"))
         elif response.status in (400, 401, 403, 404, 405, 501):
@@ -266,7 +297,7 @@ class Run(Judge):
     def _check_state(self) -> Action[None]:
         dialect = self.target.dialect
         for path, state in ((dialect.is_sleeping, Power.ASLEEP), (dialect.is_paused, Power.PAUSED)):
-            if path:
+            if path and (self.power, path) not in dialect.state_may:
                 page = yield from self.fetch("GET", path, None, self.target.deadline)
                 value = json_of(page.body.decode("utf-8", "replace"))
                 self.findings += check_state(path.strip("/"), page.status, value, self.power is state)
@@ -274,6 +305,7 @@ class Run(Judge):
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def _restore(self) -> Action[None]:
+        yield from self._await_worker()
         while self.power in RESTORE:
             power = self.power
             yield from self._move(RESTORE[power])

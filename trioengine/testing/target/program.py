@@ -36,6 +36,7 @@ RULES: dict[str, dict[str, tuple[Any, ...]]] = {  # the arguments, each with its
     "update": {"variant": (0,)},
     "reset": {"variant": (0,)},
     "stop": {"milliseconds": (100, 500, 1500)},
+    "kill_worker": {},
     "kill": {"process": ("worker", "server")},
     "freeze": {"process": ("worker", "relay", "server"), "milliseconds": (100, 1000, 5000)},
     "pipes": {"way": ("bytes", "slow", "lumps", "fast")},
@@ -44,6 +45,7 @@ RULES: dict[str, dict[str, tuple[Any, ...]]] = {  # the arguments, each with its
     "terminate": {},
 }
 FAULTS = ("kill", "freeze", "pipes", "starve", "crowd", "terminate")  # for a server that the fuzzer has started
+SIGNALS = ("stop", "kill_worker")  # for a server whose process is known
 ALWAYS = ("open", "read", "stall", "close", "burst", "wait", "oversize", "bad")
 WEIGHTS = {"open": 8, "close": 5, "read": 4, "burst": 5, "abort": 3}  # the others: 1
 

@@ -26,11 +26,11 @@ from trioengine.testing.target.calibrate import NoTarget, calibrate
 from trioengine.testing.target.dialects import TRIOENGINE
 from trioengine.testing.target.driver import TrioDriver
 from trioengine.testing.target.exchange import Target
+from trioengine.testing.target.processes import children_of
 from trioengine.testing.target.wire import Ended, Limit, Operation, Pipes, ReadLog, Restart, Signal
 
 LAUNCHER = (sys.executable, relay.__file__, "serve")
 START_TIMEOUT = 180.0  # seconds until the server is ready; the first start may compile kernels
-STARTS = 3  # that each deadline has room for: a worker may have to be started again, and again
 END_TIMEOUT = 10.0  # seconds from SIGKILL to the process's death
 OPTIONS = {  # of the server: small limits, and short times
     "max-num-seqs": 4,
@@ -83,9 +83,7 @@ class ServerProcess(TrioDriver):
     async def measured(self) -> Target:
         """Return the server as a target, with deadlines that have room for starts of the worker."""
         target = await self.run(calibrate(Target(self.address, "", TRIOENGINE)))
-        target.slack = STARTS * self._start_time
-        target.deadline += target.slack
-        target.call_deadline += target.slack
+        target.allow_starts(self._start_time)
         return target
 
     # ---- start and end ----------------------------------------------------------------------------------------------
@@ -275,12 +273,10 @@ async def started(command: Sequence[str]) -> AsyncIterator[ServerProcess]:
 
 def _child_of(parent: int, argument: str) -> int | None:
     """Return a child that lives, and has this argument."""
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with suppress(OSError):
-                state, ppid = (path / "stat").read_text().rpartition(")")[2].split()[:2]
-                if int(ppid) == parent and state not in "ZX" and argument in (path / "cmdline").read_text():
-                    return int(path.name)
+    for pid in children_of(parent):
+        with suppress(OSError):
+            if argument in Path(f"/proc/{pid}/cmdline").read_text():
+                return pid
     return None
 
 

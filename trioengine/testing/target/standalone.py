@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from trioengine.testing.target.exchange import Target
 from trioengine.testing.target.machine import Run
+from trioengine.testing.target.processes import worker_of
 from trioengine.testing.target.program import Step
 from trioengine.testing.target.wire import (
     Action,
@@ -74,9 +75,11 @@ class BlockingDriver:
                 time.sleep(seconds)
             case Now():
                 return time.monotonic()
-            case Signal(name) if self._pid is not None:
-                os.kill(self._pid, getattr(signal, f"SIG{name}"))
-                return True
+            case Signal(name, process):
+                pid = self._pid if process == "server" else worker_of(self._pid)
+                if pid is not None:
+                    os.kill(pid, getattr(signal, f"SIG{name}"))
+                return pid is not None
         return None
 
     def _leave(self, client: int, how: Close) -> None:

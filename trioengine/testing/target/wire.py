@@ -79,7 +79,7 @@ class Signal:
     """Send a signal to a process of the server, as STOP or KILL; the result is whether its id is known."""
 
     name: str
-    process: str = "server"  # or worker, or relay, where the driver has started the server
+    process: str = "server"  # or worker; or relay, where the driver has started the server
 
 
 @dataclass(frozen=True)
