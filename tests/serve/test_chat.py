@@ -8,6 +8,7 @@ import trio
 from helpers.clients import CHAT, chat, events_of
 from trio.testing import wait_all_tasks_blocked
 
+from trioengine.actors.admission import _Entry
 from trioengine.actors.generation import Generation
 from trioengine.serve.body import Body
 from trioengine.serve.chat import _ChatCompletion
@@ -274,8 +275,9 @@ async def test_the_request_is_let_go_of_before_the_first_token(autojump_clock, c
         assert not [entry for entry in objects if type(entry) is HttpRequest and entry.body]
         (answer,) = (entry for entry in objects if type(entry) is _ChatCompletion)
         assert not answer._messages
-        (session,) = clients.engine.runtime.sessions
-        assert session.request.prompt is None
+        assert not [entry for entry in objects if type(entry) is _Entry]
+        (generation,) = (entry for entry in objects if type(entry) is Generation)
+        assert generation._enter is None
 
 
 async def test_nothing_of_it_is_logged(autojump_clock, clients, caplog):

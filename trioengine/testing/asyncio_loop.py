@@ -20,7 +20,7 @@ try:
     import simloop
     from simloop import _net, _transports
 except ModuleNotFoundError as exc:
-    needed = "machines for asyncio need the package simloop and Python 3.12: pip install 'trioengine[fuzz-asyncio]'"
+    needed = "machines for asyncio need the package simloop and Python 3.12: pip install simloop"
     raise ModuleNotFoundError(needed, name=exc.name) from exc
 
 Task = asyncio.Task[Any]
