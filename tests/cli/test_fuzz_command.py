@@ -19,7 +19,6 @@ INTERRUPTED = """
 import signal, sys
 from mutants import MUTANTS
 from trioengine.cli import main
-from trioengine.testing.fuzz import runner
 from trioengine.testing.fuzz.runner import Fuzzer
 
 count = Fuzzer._count
@@ -32,7 +31,14 @@ def interrupt_after_the_finding(self, machine):
 if sys.argv.pop() == "while it is shrunk":
     Fuzzer._count = interrupt_after_the_finding
 else:
-    runner.trimmed = lambda *failed: signal.raise_signal(signal.SIGINT)
+    fresh = Fuzzer._fresh
+
+    def interrupt_while_trimmed(self):
+        if self.report.failure is not None:
+            signal.raise_signal(signal.SIGINT)
+        return fresh(self)
+
+    Fuzzer._fresh = interrupt_while_trimmed
 with MUTANTS["F25"].active():
     sys.exit(main())
 """
@@ -133,7 +139,7 @@ def test_a_bad_file_is_no_finding(file, complaint, tmp_path, capsys):
 
 def test_so_many_programs_and_no_finding(tmp_path, capsys):
     keep = tmp_path / "found.json"
-    assert run(["fuzz", "--examples", "100", "--seed", "3", "--keep", str(keep)]) == 0
+    assert run(["fuzz", "--examples", "100", "--seed", "3", "--jobs", "1", "--keep", str(keep)]) == 0
     output = capsys.readouterr().out
     for machine in MACHINES:
         assert re.search(f"{machine}, seed 3: 1[67] programs", output)
@@ -218,12 +224,83 @@ def test_a_machine_of_another_file(name, tmp_path, capsys, monkeypatch):
     assert "SyntaxError: invalid syntax" in capsys.readouterr().err
 
 
+def run_apart(script, *arguments):
+    """Run the command behind a script that uses `main`, in a process of its own."""
+    command = [sys.executable, "-c", script, "fuzz", *map(str, arguments)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
 @pytest.mark.parametrize("when", ["while it is shrunk", "while it is trimmed"])
 def test_an_interrupt_ends_it_and_keeps_what_was_found(tmp_path, when):
     keep = tmp_path / "found.json"
-    command = [sys.executable, "-c", INTERRUPTED, "fuzz", "--machine", "engine", "--keep", str(keep), when]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=120)
+    ended = run_apart(INTERRUPTED, "--machine", "engine", "--keep", keep, when)
     assert ended.returncode == 130
     assert "machine = EngineMachine()" in ended.stdout
     assert ReplayFile.from_json(keep.read_text()).program.steps
+
+
+WITH_A_MUTANT = """
+import sys
+from mutants import MUTANTS
+from trioengine.cli import main
+with MUTANTS["F25"].active():
+    sys.exit(main())
+"""
+
+
+def test_jobs_change_nothing_but_the_time(tmp_path):
+    def output(*arguments):
+        ended = run_apart("from trioengine.cli import main\nraise SystemExit(main())", *arguments)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        return re.sub(r"[\d.]+ s\b|\d+/s", "", ended.stdout)
+
+    assert output("--examples", 60, "--jobs", 1) == output("--examples", 60, "--jobs", 3)
+
+
+def test_jobs_find_the_same(tmp_path):
+    keep = tmp_path / "found.json"
+
+    def found(*arguments):
+        ended = run_apart(WITH_A_MUTANT, "--examples", 1200, "--keep", keep, *arguments)
+        assert (ended.returncode, ended.stderr) == (1, "")
+        return keep.read_text()
+
+    assert found("--jobs", 1) == found("--jobs", 4)
+
+
+INTERRUPTED_PARENT = """
+import os, signal, sys
+from trioengine.cli import fuzz, main
+
+def interrupt(self, report):
+    os.kill(os.getpid(), signal.SIGINT)
+
+fuzz.Progress.show = interrupt
+sys.exit(main())
+"""
+
+
+def test_an_interrupt_ends_all_processes(tmp_path):
+    ended = run_apart(INTERRUPTED_PARENT, "--seconds", 1000, "--jobs", 2)
+    assert (ended.returncode, ended.stderr) == (130, "")
+    assert ended.stdout.startswith("nothing found, and interrupted: EngineMachine ") and "PowerMachine" in ended.stdout
+
+
+DYING = """
+import os, sys
+from trioengine.cli import main
+from trioengine.testing.fuzz import parallel
+
+parallel.search = lambda *args: os._exit(7)
+sys.exit(main())
+"""
+
+
+def test_a_process_that_dies_is_named(tmp_path):
+    ended = run_apart(DYING, "--examples", 60, "--jobs", 2)
+    assert ended.returncode == 3
+    assert re.fullmatch(
+        "trioengine: error: the fuzzer failed: the process of (Engine|Power)Machine ended with exit code 7\n",
+        ended.stderr,
+    )

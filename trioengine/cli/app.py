@@ -248,7 +248,10 @@ def fuzz(
     replay: Annotated[Path | None, typer.Option(help="Run the program in this file again.")] = None,
     machine: Annotated[
         str | None,
-        typer.Option(help="Only engine, power, realtime, http or core; or yours: file.py:Class."),
+        typer.Option(help="Only engine, power, realtime, http, client or core; or yours: file.py:Class."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="How many machines run at a time. [default: the number of processors]")
     ] = None,
     keep: Annotated[
         Path | None,
@@ -303,7 +306,14 @@ def fuzz(
     for_both = {"seed": seed, "replay": replay, "keep": keep}
     url_options = ("dialect", "model", "api_key", "pid", "kill_worker", "i_own_this_server")
     for_url = {name: for_target[name] for name in url_options}
-    for_engine = {"seconds": seconds, "examples": examples, "profile": profile, "machine": machine, "trace": trace}
+    for_engine = {
+        "seconds": seconds,
+        "examples": examples,
+        "profile": profile,
+        "machine": machine,
+        "jobs": jobs,
+        "trace": trace,
+    }
     if target is not None:
         _refuse_given(for_engine, "does not go with --target")
         from trioengine.cli.fuzz_process import fuzz_process

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 import time
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,12 @@ from rich.console import Console
 from rich.live import Live
 
 from trioengine.core.errors import InvalidConfig
-from trioengine.testing.fuzz.describe import error_text, failure_text, trace_text
+from trioengine.testing.fuzz.describe import error_text, trace_text
 from trioengine.testing.fuzz.machine import Machine
-from trioengine.testing.fuzz.machines import MACHINES, machine_named, machine_of, name_of
+from trioengine.testing.fuzz.machines import MACHINES, machine_named, machine_of
+from trioengine.testing.fuzz.parallel import Result, Search, SearchDied, run_searches
 from trioengine.testing.fuzz.program import ReplayFile, versions
-from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, Report, replayed, silence
+from trioengine.testing.fuzz.runner import Report, replayed, silence
 from trioengine.testing.fuzz.trace import is_fuzzers_own, place
 
 KEEP = Path("fuzz-failure.json")
@@ -26,28 +30,26 @@ REFRESH = 0.25  # seconds between two lines of progress
 
 
 class Progress:
-    """A line that shows how far the run is, where stderr is a terminal."""
+    """A line a machine that shows how far its run is, where stderr is a terminal."""
 
     def __init__(self) -> None:
         self._live = Live(console=Console(stderr=True), transient=True, refresh_per_second=4, auto_refresh=False)
         self._shown = 0.0
+        self._summaries: dict[str, str] = {}  # by machine
 
     def __enter__(self) -> Progress:
         self._live.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Take the line away."""
         self._live.stop()
 
     def show(self, report: Report) -> None:
+        self._summaries[report.machine] = _summary(report)
         now = time.monotonic()
         if now - self._shown >= REFRESH:
             self._shown = now
-            self._live.update(_summary(report), refresh=True)
+            self._live.update("\n".join(self._summaries.values()), refresh=True)
 
 
 def run(given: Mapping[str, Any]) -> int:
@@ -67,42 +69,54 @@ def fuzz(
     seed: int = 0,
     profile: str = "quick",
     machine: str | None = None,
+    jobs: int | None = None,
     keep: Path = KEEP,
     trace: bool = False,
 ) -> int:
     """Run the fuzzer, each machine for its share; return 1 if it found something, 3 for an error of its own."""
-    names = list(MACHINES) if machine is None else [machine]
-    machines = [_machine(name) for name in names]
     if seconds is None and examples is None:
         seconds = 60.0
     if seconds is not None and not seconds > 0:
         raise InvalidConfig(f"--seconds must be more than 0, not {seconds:g}")
+    names = list(MACHINES) if machine is None else [machine]
+    machines = [_machine(name) for name in names]
     _check_writable(keep)
-    reports = []
-    time_share = None if seconds is None else seconds / len(names)
+    jobs = min(jobs or os.cpu_count() or 1, len(names))
+    share = None if seconds is None else seconds / math.ceil(len(names) / jobs)
     programs = [None] * len(names) if examples is None else shares(examples, len(names))
-    for made, program_share in zip(machines, programs, strict=True):
-        with Progress() as progress:
-            fuzzer = Fuzzer(made, PROFILES[profile], seed, progress.show)
-            try:
-                with silence():
-                    fuzzer.run(examples=program_share, seconds=time_share)
-            finally:  # also when interrupted
-                progress.close()
-                reports.append(fuzzer.report)
-                if fuzzer.report.failure is not None:
-                    _show_failure(fuzzer.report, keep, made, trace=trace)
-        if fuzzer.report.failure is not None:
-            break
+    tasks = [Search(made, seed, profile, count, share, trace) for made, count in zip(machines, programs, strict=True)]
+    try:
+        results = _results(tasks, jobs, in_order=examples is not None)
+    except SearchDied as exc:
+        print(f"trioengine: error: the fuzzer failed: {exc}", file=sys.stderr)
+        return FUZZER_FAILED
+    found = [result for result in results.values() if result.has_failed]
+    interrupted = any(result.interrupted for result in results.values())
+    if found:
+        keep.write_text(found[0].replay_file, encoding="utf-8")
+        print(f"{found[0].text}\nreplay it: trioengine fuzz --replay {keep}\n")
     else:
-        print("nothing found:", "; ".join(map(_verdict, reports)))
-    for report, made in zip(reports, machines, strict=False):
-        _show_coverage(report, made.reachable)
-    return _exit_code(reports[-1].failure)
+        verdicts = "; ".join(_verdict(result.report) for result in results.values())
+        print("nothing found, and interrupted:" if interrupted else "nothing found:", verdicts)
+    for index, result in results.items():
+        _show_coverage(result.report, machines[index].reachable)
+    if interrupted:
+        raise KeyboardInterrupt
+    return 0 if not found else FUZZER_FAILED if found[0].is_fuzzers_own else 1
 
 
-def _exit_code(failure: Exception | None) -> int:
-    return 0 if failure is None else FUZZER_FAILED if is_fuzzers_own(failure) else 1
+def _results(tasks: list[Search], jobs: int, *, in_order: bool) -> dict[int, Result]:
+    """Run the searches up to the first that fails; in their order, the number of jobs does not change the result."""
+    results: dict[int, Result] = {}
+    with Progress() as progress, closing(run_searches(tasks, jobs, progress.show)) as arriving:
+        for index, result in arriving:
+            results[index] = result
+            failed = min((index for index in results if results[index].has_failed), default=None)
+            if failed is not None and not in_order:
+                break
+            if failed is not None and all(before in results for before in range(failed)):
+                return {index: results[index] for index in range(failed + 1)}
+    return dict(sorted(results.items()))
 
 
 def _check_writable(keep: Path) -> None:
@@ -118,18 +132,6 @@ def _check_writable(keep: Path) -> None:
 def shares(total: int, parts: int) -> list[int]:
     """Parts of `total`, as equal as can be; but none is less than 1."""
     return [max(1, (total + parts - 1 - index) // parts) for index in range(parts)]
-
-
-def _show_failure(report: Report, keep: Path, machine: type[Machine], *, trace: bool) -> None:
-    """Print a report's failure, its program, its place and the end of its trace; keep the program."""
-    failure, program = report.failure, report.program
-    assert failure is not None and program is not None, "a failure has its program"
-    program.machine = name_of(machine)
-    keep.write_text(program.to_json(seed=report.seed, found=str(failure)), encoding="utf-8")
-    with silence():
-        found = replayed(machine.with_variant(program.variant), program)
-    print(failure_text(failure, program, found.trace, whole=trace))
-    print(f"replay it: trioengine fuzz --replay {keep}\n")
 
 
 def _show_coverage(report: Report, reachable: AbstractSet[str]) -> None:
@@ -172,7 +174,7 @@ def replay_file(path: Path, *, trace: bool) -> int:
         print(error_text(found.failure))
     if found.failure is not None or trace:
         print(trace_text(found.trace, whole=trace))
-    return _exit_code(found.failure)
+    return 0 if found.failure is None else FUZZER_FAILED if is_fuzzers_own(found.failure) else 1
 
 
 def _compare(path: Path, found_with: Mapping[str, str]) -> None:

@@ -124,14 +124,24 @@ class Fuzzer:
             self._variants = [machine.with_variant(number) for number in range(machine.num_variants)]
         self._current = self._variants[0]
         self._num_batches = 0
+        self._stopped = False
         self._profile = profile
         self._progress = progress
         self._began = time.monotonic()
         self._last: Program | None = None
         self._shortest: tuple[Exception, Program] | None = None  # of the programs that failed
 
+    def stop(self) -> None:
+        """End the run before its next program: `run` raises KeyboardInterrupt. A signal handler may call it."""
+        self._stopped = True
+
+    def _fresh(self) -> Machine:
+        if self._stopped:
+            raise KeyboardInterrupt
+        return self._current()
+
     def _make(self) -> Machine:
-        machine = self._current()
+        machine = self._fresh()
         machine.on_end = self._count
         return machine
 
@@ -152,7 +162,10 @@ class Fuzzer:
             self._progress(report)
 
     def run(self, *, examples: int | None = None, seconds: float | None = None) -> Report:
-        """Until something is found, or so many programs or seconds are over; shrinking may take longer."""
+        """Run until something is found, or so many programs or seconds are over; shrinking may take longer.
+
+        Raises KeyboardInterrupt after `stop`; `report` has what was found before.
+        """
         seed_choices(self.report.seed)
         with _fewer_collections():
             while self.report.failure is None and not self._is_over(examples, seconds):
@@ -197,9 +210,7 @@ class Fuzzer:
                 raise
             return
         if self._shrinks and self.report.failure is not None and self.report.program is not None:
-            self.report.failure, self.report.program = trimmed(
-                self._current, (self.report.failure, self.report.program)
-            )
+            self.report.failure, self.report.program = trimmed(self._fresh, (self.report.failure, self.report.program))
 
 
 class Replayed(NamedTuple):
