@@ -164,7 +164,7 @@ class Fuzzer:
     def run(self, *, examples: int | None = None, seconds: float | None = None) -> Report:
         """Run until something is found, or so many programs or seconds are over; shrinking may take longer.
 
-        Raises KeyboardInterrupt after `stop`; `report` has what was found before.
+        Raises KeyboardInterrupt after `stop`; the finding of a program that ran before is in `report`.
         """
         seed_choices(self.report.seed)
         with _fewer_collections():
