@@ -161,14 +161,22 @@ class Fuzzer:
         if self._progress is not None:
             self._progress(report)
 
-    def run(self, *, examples: int | None = None, seconds: float | None = None) -> Report:
+    def run(
+        self,
+        *,
+        examples: int | None = None,
+        seconds: float | None = None,
+        until: Callable[[Report], bool] = lambda report: False,
+    ) -> Report:
         """Run until something is found, or so many programs or seconds are over; shrinking may take longer.
+
+        The run also ends when `until` returns True, which is called after every 50 programs.
 
         Raises KeyboardInterrupt after `stop`; the finding of a program that ran before is in `report`.
         """
         seed_choices(self.report.seed)
         with _fewer_collections():
-            while self.report.failure is None and not self._is_over(examples, seconds):
+            while self.report.failure is None and not self._is_over(examples, seconds) and not until(self.report):
                 count = BATCH if examples is None else min(BATCH, examples - self.report.programs)
                 self._run_batch(count)
         self.report.seconds = time.monotonic() - self._began
