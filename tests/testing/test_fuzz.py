@@ -16,13 +16,8 @@ from trioengine.testing.fuzz.machines import MACHINES, machine_named, machine_of
 from trioengine.testing.fuzz.program import Program, ReplayFile, replay
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
 
-RUNS = {  # seed and programs: those that reach what can be reached soonest
-    "EngineMachine": (0, 700),
-    "PowerMachine": (0, 1200),
-    "RealtimeMachine": (6, 600),
-    "HttpMachine": (0, 400),
-    "ClientMachine": (0, 450),
-}
+RUNS = {"EngineMachine": 700, "PowerMachine": 1000, "RealtimeMachine": 600, "HttpMachine": 400, "ClientMachine": 450}
+LONGER = 4  # times as many programs, at most, until all states are reached
 PROGRAMS_A_MUTANT = 3000
 OUT_OF_REACH = frozenset(  # reached by one program in a thousand
     {
@@ -119,14 +114,17 @@ REACHED = {
 
 @pytest.fixture(scope="module", params=RUNS)
 def report(request):
-    seed, programs = RUNS[request.param]
+    programs, reached = RUNS[request.param], REACHED[request.param]
     with silence():
-        return Fuzzer(MACHINES[request.param], PROFILES["quick"], seed).run(examples=programs)
+        return Fuzzer(MACHINES[request.param], PROFILES["quick"], seed=0).run(
+            examples=LONGER * programs,
+            until=lambda report: report.programs >= programs and reached <= set(report.coverage),
+        )
 
 
 def test_nothing_is_found(report):
     assert report.failure is None, f"{report.failure!r}\n{report.program}"
-    assert report.programs >= RUNS[report.machine][1]
+    assert report.programs >= RUNS[report.machine]
 
 
 def test_what_used_to_be_reached_is_reached(report):
