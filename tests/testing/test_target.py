@@ -31,7 +31,7 @@ from trio._core import _run
 from trio.testing import MockClock
 
 from trioengine.testing.target.artifacts import curl_lines, page, schedule_svg, script
-from trioengine.testing.target.calibrate import calibrate, detect
+from trioengine.testing.target.calibrate import PATIENCE, NoTarget, calibrate, detect
 from trioengine.testing.target.dialects import LLAMA_CPP, OPENAI
 from trioengine.testing.target.driver import TrioDriver
 from trioengine.testing.target.exchange import Event, Target
@@ -236,6 +236,31 @@ def test_a_response_is_read_from_any_pieces():
         response.feed(data[at : at + 1])
     answer = answer_of(response)
     assert response.ended and answer.text == "a" and answer.finish_reason == "stop" and answer.done
+
+
+class LoadingServer(FaultyServer):
+    """A server that answers with 503 for a minute."""
+
+    async def answer(self, stream, path, body):
+        if trio.current_time() < self.loaded_at:
+            await self.send(stream, 503, {"error": {"message": "loading the model"}})
+        else:
+            await super().answer(stream, path, body)
+
+
+@pytest.mark.parametrize("seconds", [60.0, 600.0])
+async def test_a_server_that_loads_its_model_is_waited_for(seconds, autojump_clock):
+    server = LoadingServer()
+    server.loaded_at = trio.current_time() + seconds
+    async with trio.open_nursery() as nursery:
+        driver = MemoryDriver(server, nursery)
+        if seconds < PATIENCE:
+            target = await calibrated(driver)
+            assert (target.dialect.name, target.model) == ("sglang", "fake")
+        else:
+            with pytest.raises(NoTarget, match="503"):
+                await calibrated(driver)
+        nursery.cancel_scope.cancel()
 
 
 class SlowServer(FaultyServer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from trioengine.testing.target.wire import (
     Response,
     Send,
     Signal,
+    Wait,
     answer_of,
     json_of,
 )
@@ -28,7 +30,7 @@ from trioengine.testing.target.wire import (
 REPEATS = 3
 CROWD = 3  # streams beside the golden prompt
 LEAST, MOST = 10.0, 90.0  # seconds: bounds of the deadline
-PATIENCE = 120.0  # seconds for the first answers
+PATIENCE = 120.0  # seconds for the first answers, and for a server to load its model
 SLOWDOWN = 20  # the deadline, in answers to the golden prompt
 LONG = 1.0  # seconds: the search sends no request that takes longer alone, so that there is time for many programs
 
@@ -40,7 +42,7 @@ class NoTarget(Exception):
 def detect(target: Target) -> Action[Dialect]:
     """Find the dialect by its metrics, or by routes that one kind of server has."""
     exchange = Exchange(target)
-    page = yield from exchange.fetch("GET", "/metrics", None, PATIENCE)
+    page = yield from _once_loaded(lambda: exchange.fetch("GET", "/metrics", None, PATIENCE))
     if page.status is None:
         state = "accepts connections, but does not answer" if page.end is None else "does not answer"
         raise NoTarget(f"{target.host} {state}")
@@ -62,6 +64,7 @@ def calibrate(target: Target, model: str | None = None) -> Action[Target]:
     """Return the target with everything that the oracles compare with. Raises NoTarget."""
     exchange = Exchange(target)
     target.model = model or (yield from _first_model(exchange))
+    yield from _once_loaded(lambda: exchange.complete(GOLDEN_PROMPT, 1, PATIENCE))
     slowest, fastest = 0.0, PATIENCE
     answers: list[Answer] = []
     for repeat in range(REPEATS):
@@ -96,8 +99,18 @@ def measure_start(target: Target) -> Action[None]:
     target.allow_starts((yield Now()) - begin)
 
 
+def _once_loaded(request: Callable[[], Action[Response]]) -> Action[Response]:
+    """Repeat a request while the answer is 503, which servers send while they load a model."""
+    deadline = (yield Now()) + PATIENCE
+    response = yield from request()
+    while response.status == 503 and (yield Now()) < deadline:
+        yield Wait(1.0)
+        response = yield from request()
+    return response
+
+
 def _first_model(exchange: Exchange) -> Action[str]:
-    page = yield from exchange.fetch("GET", exchange.target.dialect.models, None, PATIENCE)
+    page = yield from _once_loaded(lambda: exchange.fetch("GET", exchange.target.dialect.models, None, PATIENCE))
     value = json_of(page.body.decode("utf-8", "replace"))
     models = value.get("data") if isinstance(value, dict) else None
     if page.status is None:
