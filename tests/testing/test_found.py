@@ -18,6 +18,17 @@ A = {
     "wait": False,
     "ignore_eos": False,
 }
+ASK = {  # of a client
+    "which": 0,
+    "prompt": "a",
+    "stop": "",
+    "min_tokens": 0,
+    "style": "all",
+    "keep_partial": False,
+    "timeout": None,
+    "wait": None,
+    "rounds": 0,
+}
 SHOW = {
     "which": 0,
     "prompt": "a",
@@ -307,6 +318,19 @@ FALSE_ALARMS = {
             ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 0}),
             ("carry", {"which": 0, "to_server": 0, "to_client": 0}),
             ("settle", {}),
+        ],
+    ),
+    "a drain of an engine that falls asleep aborts the suspended request of a client": (
+        "ClientMachine",
+        [
+            ("begin", {"ready": True, "sessions": 1, "turns": 0, "history": 0}),
+            ("ask_so", ASK),
+            ("tick", {"passes": 3, "order": 0}),
+            ("flow", {"rounds": 4}),
+            ("tick", {"passes": 3, "order": 0}),
+            ("switch", {"how": "keep"}),
+            ("tick", {"passes": 1, "order": 0}),
+            ("outage", {"way": "drain"}),
         ],
     ),
 }

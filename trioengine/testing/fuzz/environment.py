@@ -256,13 +256,19 @@ class Environment(World):
 
     def _switch(self, how: Switch) -> None:
         """Put the engine to sleep in this mode, or wake it, or its weights alone."""
-        self.faults.begin(Harm.SLEEP)
+        self._excuse_sleep()
         match how:
             case "wake" | "weights":
                 call = functools.partial(self.engine.wake, None if how == "wake" else how)
             case mode:
                 call = functools.partial(self.engine.sleep, mode=mode)
         self._call("switch", call, (TransitionFailed,))
+
+    def _excuse_sleep(self) -> None:
+        """Requests may be suspended, and a drain aborts these."""
+        self.faults.begin(Harm.SLEEP)
+        if self.faults.closing:
+            self.faults.begin(Harm.SHUTDOWN)
 
     def _wake_up(self) -> None:
         """Wake the engine: asleep it sends nothing, so that it cannot detect a client that has vanished."""
@@ -275,7 +281,7 @@ class Environment(World):
 
     def _begin_drain(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
         self.faults.begin(Harm.CLOSING)
-        if timeout is not None:
+        if timeout is not None or self.faults.lasts(Harm.SLEEP):
             self._excuse_shutdown()
         self._call("drain", functools.partial(self._judged, drain, timeout), (), timeout)
 

@@ -171,7 +171,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     @recorded(which=WHICH, how=st.sampled_from(SWITCHES), rounds=st.sampled_from((0, 0, 6, 12)))
     def switch(self, which: int, how: str, rounds: int) -> None:
         """An operator puts the engine to sleep, or wakes it, and may not wait for the answer."""
-        self.faults.begin(Harm.SLEEP)
+        self._excuse_sleep()
         idle = [client for client in self.speakers if not client.is_active]
         judge = functools.partial(self._judge_switch, how)
         pick(idle or self.speakers, which).request(_operation(how, {}), judge, is_prompt=False)

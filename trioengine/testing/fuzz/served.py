@@ -139,7 +139,7 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
         if how != "update":
             self._switch(how)
             return
-        self.faults.begin(Harm.SLEEP)
+        self._excuse_sleep()
         self._call("update", functools.partial(self.engine.update_weights, TOY_PATH, mode="keep"), (TransitionFailed,))
 
     async def _drain_server(self, timeout: float | None) -> bool:
