@@ -311,6 +311,27 @@ FALSE_ALARMS = {
             ("advance", {"seconds": 1.0}),
         ],
     ),
+    "a sleep that waits for requests keeps those that the sleep before it has suspended, unseen by a rule": (
+        "PowerMachine",
+        [
+            EMPTY,
+            ("ask_raw", {"length": 1, "min_tokens": 0, "wait": None}),
+            ("sleep", {"level": 1, "mode": "keep", "turns": 1}),
+            ("kill_worker", {"last_bytes": 0}),
+            ("sleep", {"level": 1, "mode": "wait", "turns": 1}),
+        ],
+    ),
+    "an item in progress is retrieved with the text that was sent": (
+        "RealtimeMachine",
+        [
+            ("begin", {"ready": True, "clients": 1, "turns": 0}),
+            ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 9}),
+            ("flow", {"rounds": 3}),
+            ("ask_beside", {"which": 0, "text": "", "rounds": 9}),
+            ("send", {"which": 0, "what": "retrieve"}),
+            ("carry", {"which": 0, "to_server": 106, "to_client": 0}),
+        ],
+    ),
     "no bytes arrive, and wake who waits for some": (
         "RealtimeMachine",
         [

@@ -307,6 +307,7 @@ class PowerMachine(EngineMachine):
     async def _request_change(
         self, call: Callable[[], Awaitable[None]], expect: Callable[[], None], ends_line: bool
     ) -> None:
+        self._learn()  # requests that an earlier change has suspended do not finish before this one
         expect()
         self._ends_line = ends_line
         try:

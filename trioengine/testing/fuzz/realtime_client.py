@@ -402,8 +402,12 @@ class RealtimeClient(SimulatedClient):
         self._check_shown(item)
 
     def _check_shown(self, item: dict[str, Any]) -> None:
-        """Check an item that is not in progress."""
-        role, content = self.items[item["id"]]
+        """Check an item; one in progress has the deltas that were sent before it."""
+        id = item["id"]
+        role, content = self.items[id]
+        assert (item["status"] == "in_progress") == (id in self._in_progress), f"its status is wrong: {item}"
+        if id in self._in_progress:
+            content = self._of_item(id).events.text
         num_pictures = sum(part["type"] == "input_image" for part in item["content"])
         shown = item["role"], num_pictures, _text_in(item)
         assert shown == (role, len(pictures_of(content)), text_of(content)), f"{content} is shown as {item}"
