@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trioengine import EngineClosed, EngineError, EngineOverloaded
 from trioengine.actors.engine import Engine
-from trioengine.core.types import FinishReason
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.fuzz import LifecycleMachine, machine, rule
 from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.program import Program
@@ -36,6 +36,12 @@ class Hopeful(LifecycleMachine):
     async def app(self, engine):
         completion = await engine.ask("to be", max_tokens=20)
         assert completion.finish_reason is not FinishReason.ABORT, "it was aborted"
+
+
+class Alone(LifecycleMachine):
+    async def app(self, engine):
+        completion = await engine.ask("to be", max_tokens=20, wait=True)
+        assert completion.cause is not Cause.CLIENT, "an operator aborted it alone"
 
 
 class Hold(LifecycleMachine):
@@ -188,6 +194,7 @@ def test_a_program_is_disturbed_in_every_way():
     ("machine", "failure"),
     [
         (Hopeful, "it was aborted"),
+        (Alone, "an operator aborted it alone"),
         (Unsafe, "a bug"),
         (Leak, f"sessions are left, opened at {__file__}"),
         (LostWakeUp, "wait forever"),

@@ -15,11 +15,12 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.observer import Observer
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineOverloaded, SessionEnded, TimedOut, WorkerLost
+from trioengine.core.types import Cause
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import Switch
 from trioengine.testing.fuzz.faults import Harm, Life
-from trioengine.testing.fuzz.oracles import check_worker
+from trioengine.testing.fuzz.oracles import check_stopped, check_worker
 from trioengine.testing.fuzz.peers import WHICH, PeersEnvironment
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.trace import current_place
@@ -129,11 +130,17 @@ class LifecycleMachine(PeersEnvironment[MemoryPeer]):
         """An operator puts the engine to sleep, or wakes it."""
         self._switch(how)
 
-    @precondition(lambda self: bool(inside.requests(self.engine)))
-    @recorded()
-    def abort(self) -> None:
-        """An operator aborts the requests in flight."""
-        self._abort_all(keep_waiting=True)
+    @precondition(lambda self: bool(inside.names(self.engine)))
+    @recorded(which=WHICH)
+    def abort(self, which: int) -> None:
+        """An operator aborts the request of an id, or those of a label."""
+        name = pick(inside.names(self.engine), which)
+        going = inside.called(self.engine, name)
+        self.faults.strike(Harm.OPERATORS)
+        self.requests.fix_cause(going, Cause.CLIENT)
+        ended = self.engine.abort(name)
+        assert ended == len(going), f"abort({name!r}) returned {ended}, and {len(going)} were going"
+        check_stopped(self.engine, set(going))
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
