@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from trioengine import EngineClosed, EngineError, EngineOverloaded
 from trioengine.actors.engine import Engine
 from trioengine.core.types import Cause, FinishReason
-from trioengine.testing.fuzz import LifecycleMachine, machine, rule
+from trioengine.testing.fuzz import LifecycleMachine, rule, runner
 from trioengine.testing.fuzz.engine_machine import EngineMachine
+from trioengine.testing.fuzz.machine import LONGEST
 from trioengine.testing.fuzz.program import Program
-from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, replayed, silence
+from trioengine.testing.fuzz.runner import MOST_INTERRUPTS, PROFILES, Fuzzer, replayed, silence
 from trioengine.testing.fuzz.trace import place
 from trioengine.testing.sim_loop import Livelock
 
@@ -210,19 +211,52 @@ def test_a_bug_of_a_program_is_found_and_shrunk(machine, failure):
 
 
 class Busy(LifecycleMachine):
+    longest = 0.1
+
     async def app(self, engine):
         while True:
             with suppress(ValueError):
                 raise ValueError
 
 
-def test_a_task_that_never_lets_another_one_run_is_a_finding(monkeypatch):
-    monkeypatch.setattr(machine, "LONGEST", 0.1)
+def test_a_task_that_never_lets_another_one_run_is_a_finding():
     program = Program("Busy", [("begin", {"ready": True}), ("start", {}), ("settle", {})])
     with silence():
         found = replayed(Busy, program)
     assert isinstance(found.failure, Livelock) and "let no other one run" in str(found.failure)
     assert place(found.failure).endswith("in app")
+
+
+class Spin(Echo):
+    """An aborted request is asked again; the loop that is to send both answers never ends."""
+
+    spent = []  # noqa: RUF012 -- seconds of the processor's time until each interrupt, of all programs
+
+    async def answer(self, session, line):
+        completions = [await session.ask("a", max_tokens=3)]
+        if completions[0].cause is not None:
+            completions.append(await session.ask("a", max_tokens=3))
+        while len(completions) > 1:
+            pass
+        return completions[0].text
+
+    def teardown(self):
+        try:
+            super().teardown()
+        finally:
+            self.spent += [self.longest] * self.num_interrupts
+
+
+@pytest.mark.parametrize("most", [MOST_INTERRUPTS, 5])
+def test_a_task_that_never_lets_another_one_run_is_shrunk_soon(most, monkeypatch):
+    monkeypatch.setattr(runner, "MOST_INTERRUPTS", most)
+    monkeypatch.setattr(runner, "QUICK", 0.05)
+    monkeypatch.setattr(Spin, "spent", spent := [])
+    report = fuzzed(Spin, 3000)
+    assert isinstance(report.failure, Livelock), report.failure
+    assert spent[0] == LONGEST and max(spent[1:]) < LONGEST / 2 and len(spent) <= 2 * most + 2, spent
+    if most == MOST_INTERRUPTS:
+        assert report.program.length <= 4, report.program
 
 
 def test_a_machine_drives_the_engine_that_its_factory_makes():

@@ -133,7 +133,7 @@ class LifecycleMachine(PeersEnvironment[MemoryPeer]):
     @precondition(lambda self: bool(inside.names(self.engine)))
     @recorded(which=WHICH)
     def abort(self, which: int) -> None:
-        """An operator aborts the request of an id, or those of a label."""
+        """An operator aborts a request by its id, or all requests of a label."""
         name = pick(inside.names(self.engine), which)
         going = inside.called(self.engine, name)
         self.faults.strike(Harm.OPERATORS)
