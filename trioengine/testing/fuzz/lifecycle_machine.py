@@ -24,7 +24,7 @@ from trioengine.testing.fuzz.oracles import check_stopped, check_worker
 from trioengine.testing.fuzz.peers import WHICH, PeersEnvironment
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.trace import current_place
-from trioengine.testing.fuzz.world import CONFIG, LIMITS, EngineFactory, make_engine
+from trioengine.testing.fuzz.world import CONFIG, LIMITS
 from trioengine.testing.memory_peer import MemoryPeer
 from trioengine.testing.simulated_peer import PeerState
 
@@ -51,8 +51,8 @@ class LifecycleMachine(PeersEnvironment[MemoryPeer]):
     limits = replace(LIMITS, max_model_len=512, kv_blocks_total=80)
     keeps_sessions = False  # whether `serve` holds sessions while there are no clients
 
-    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
-        super().__init__(make_engine)
+    def __init__(self) -> None:
+        super().__init__()
         self._tasks: list[Call] = []
         self._lives: dict[trio.lowlevel.Task, Life] = {}
         self._openers = _Openers()

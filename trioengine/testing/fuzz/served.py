@@ -22,7 +22,7 @@ from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.fuzz.inside_server import RealtimeConnection, Response
 from trioengine.testing.fuzz.peers import Client, PeersEnvironment
 from trioengine.testing.fuzz.program import recorded
-from trioengine.testing.fuzz.world import VARIANTS, EngineFactory, make_engine
+from trioengine.testing.fuzz.world import VARIANTS
 from trioengine.testing.simulated_peer import PeerState
 from trioengine.testing.toy_model import TOY_PATH
 
@@ -109,8 +109,8 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
     max_buffered_bytes_with_pictures: ClassVar[int]
     serve_config: ClassVar[dict[str, Any]] = {}  # more fields of the server's configuration
 
-    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
-        super().__init__(make_engine)
+    def __init__(self) -> None:
+        super().__init__()
         config = ServeConfig(
             max_connections=MAX_CLIENTS, max_buffered_bytes=self.max_buffered_bytes, **self.serve_config
         )
