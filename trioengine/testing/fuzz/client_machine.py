@@ -64,7 +64,6 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._taps.enter_context(inside_client.repeatable())
         self.users: list[User] = []
         self.holders: list[RemoteHolder] = []
         self.readers: list[RemoteReader] = []

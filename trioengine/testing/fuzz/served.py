@@ -15,7 +15,7 @@ from trioengine.core.errors import TransitionFailed
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT
 from trioengine.serve.server import ABORT_TIMEOUT, Server
-from trioengine.testing.fuzz import inside, inside_payloads, inside_server
+from trioengine.testing.fuzz import inside, inside_client, inside_payloads, inside_server
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, PicturesEnvironment, Switch
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
@@ -116,6 +116,7 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
         )
         self._closed_by = math.inf  # when the server must be over
         self.watch = ServerWatch(self.loop.crashes, self.coverage.saw, self.faults)
+        self._taps.enter_context(inside_client.repeatable())
         self._taps.enter_context(inside_server.tapped(self.watch, room=ROOM, at_once=AT_ONCE))
         self.server = Server(self.engine, config)
         self.server_call = Call(Life(self.faults), "server", functools.partial(self.server.run, [self.listener]), ())
