@@ -31,14 +31,14 @@ def interrupt_after_the_finding(self, machine):
 if sys.argv.pop() == "while it is shrunk":
     Fuzzer._count = interrupt_after_the_finding
 else:
-    fresh = Fuzzer._fresh
+    make = Fuzzer._make
 
     def interrupt_while_trimmed(self):
         if self.report.failure is not None:
             signal.raise_signal(signal.SIGINT)
-        return fresh(self)
+        return make(self)
 
-    Fuzzer._fresh = interrupt_while_trimmed
+    Fuzzer._make = interrupt_while_trimmed
 with MUTANTS["F25"].active():
     sys.exit(main())
 """

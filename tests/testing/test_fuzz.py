@@ -210,7 +210,7 @@ def first_programs(machine, count):
 
 
 PROGRAMS_OF_A_SEED = """
-import sys
+import hashlib, sys
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
 from trioengine.testing.fuzz import runner
 from trioengine.testing.fuzz.machines import MACHINES, machine_named, machine_of
@@ -219,18 +219,22 @@ if sys.argv[1] == "more":
     from hypothesis import given, strategies as st
     given(st.integers(0, 3))(lambda number: None)()
 for machine in MACHINES.values():
-    checksums = []
+    digests = []
     class Kept(machine):
+        def __init__(self):
+            super().__init__()
+            self.record()
         def teardown(self):
             super().teardown()
-            checksums.append(self.checksum)  # of the steps of tasks, and of the bytes that clients got
+            evidence = [self.program.to_json(), *self.trace.lines, self.checksum]
+            digests.append(hashlib.sha256("\\n".join(evidence).encode()).hexdigest()[:8])
     with silence():
         report = Fuzzer(Kept, PROFILES["quick"], seed=7).run(examples=25)
-    print(machine.__name__, report.programs, report.passes, checksums, sorted(report.coverage.items()))
+    print(machine.__name__, report.programs, report.passes, digests, sorted(report.coverage.items()))
 """
 
 
-def test_a_seed_gives_the_same_programs_whatever_else_is_loaded():
+def test_a_seed_gives_the_same_programs_and_traces_in_every_process():
     alone = run_python(PROGRAMS_OF_A_SEED, "", "little", CI="", PYTHONHASHSEED="0").splitlines()
     beside = run_python(PROGRAMS_OF_A_SEED, "", "more", CI="true", PYTHONHASHSEED="1").splitlines()
     assert alone == beside

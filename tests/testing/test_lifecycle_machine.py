@@ -1,7 +1,6 @@
 """Machines for programs of other people: an app, a server, and the bugs that they may have."""
 
 from contextlib import suppress
-from functools import partial
 
 import pytest
 import trio
@@ -9,11 +8,12 @@ from hypothesis import strategies as st
 
 from trioengine import EngineClosed, EngineError, EngineOverloaded
 from trioengine.actors.engine import Engine
-from trioengine.core.types import FinishReason
-from trioengine.testing.fuzz import LifecycleMachine, machine, rule
+from trioengine.core.types import Cause, FinishReason
+from trioengine.testing.fuzz import LifecycleMachine, rule, runner
 from trioengine.testing.fuzz.engine_machine import EngineMachine
+from trioengine.testing.fuzz.machine import LONGEST
 from trioengine.testing.fuzz.program import Program
-from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, replayed, silence
+from trioengine.testing.fuzz.runner import MOST_INTERRUPTS, PROFILES, Fuzzer, replayed, silence
 from trioengine.testing.fuzz.trace import place
 from trioengine.testing.sim_loop import Livelock
 
@@ -36,6 +36,12 @@ class Hopeful(LifecycleMachine):
     async def app(self, engine):
         completion = await engine.ask("to be", max_tokens=20)
         assert completion.finish_reason is not FinishReason.ABORT, "it was aborted"
+
+
+class Alone(LifecycleMachine):
+    async def app(self, engine):
+        completion = await engine.ask("to be", max_tokens=20, wait=True)
+        assert completion.cause is not Cause.CLIENT, "an operator aborted it alone"
 
 
 class Hold(LifecycleMachine):
@@ -136,8 +142,8 @@ class Leak(Echo):
 class LostWakeUp(Echo):
     """A lock that a cancelled waiter takes with it."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self):
+        super().__init__()
         self.is_taken, self.free = False, trio.Event()
 
     async def answer(self, session, line):
@@ -188,6 +194,7 @@ def test_a_program_is_disturbed_in_every_way():
     ("machine", "failure"),
     [
         (Hopeful, "it was aborted"),
+        (Alone, "an operator aborted it alone"),
         (Unsafe, "a bug"),
         (Leak, f"sessions are left, opened at {__file__}"),
         (LostWakeUp, "wait forever"),
@@ -203,14 +210,15 @@ def test_a_bug_of_a_program_is_found_and_shrunk(machine, failure):
 
 
 class Busy(LifecycleMachine):
+    longest = 0.1
+
     async def app(self, engine):
         while True:
             with suppress(ValueError):
                 raise ValueError
 
 
-def test_a_task_that_never_lets_another_one_run_is_a_finding(monkeypatch):
-    monkeypatch.setattr(machine, "LONGEST", 0.1)
+def test_a_task_that_never_lets_another_one_run_is_a_finding():
     program = Program("Busy", [("begin", {"ready": True}), ("start", {}), ("settle", {})])
     with silence():
         found = replayed(Busy, program)
@@ -218,13 +226,45 @@ def test_a_task_that_never_lets_another_one_run_is_a_finding(monkeypatch):
     assert place(found.failure).endswith("in app")
 
 
-def test_a_machine_drives_the_engine_that_its_factory_makes():
-    made = []
+class Spin(Echo):
+    """An aborted request is asked again; the loop that is to send both answers never ends."""
 
-    def make(config, ports):
-        made.append(Engine(config, ports=ports))
-        return made[-1]
+    spent = []  # noqa: RUF012 -- seconds of the processor's time until each interrupt, of all programs
 
+    async def answer(self, session, line):
+        completions = [await session.ask("a", max_tokens=3)]
+        if completions[0].cause is not None:
+            completions.append(await session.ask("a", max_tokens=3))
+        while len(completions) > 1:
+            pass
+        return completions[0].text
+
+    def teardown(self):
+        try:
+            super().teardown()
+        finally:
+            self.spent += [self.longest] * self.num_interrupts
+
+
+@pytest.mark.parametrize("most", [MOST_INTERRUPTS, 5])
+def test_a_task_that_never_lets_another_one_run_is_shrunk_soon(most, monkeypatch):
+    monkeypatch.setattr(runner, "MOST_INTERRUPTS", most)
+    monkeypatch.setattr(runner, "QUICK", 0.05)
+    monkeypatch.setattr(Spin, "spent", spent := [])
+    report = fuzzed(Spin, 3000)
+    assert isinstance(report.failure, Livelock), report.failure
+    assert spent[0] == LONGEST and max(spent[1:]) < LONGEST / 2 and len(spent) <= 2 * most + 2, spent
+    if most == MOST_INTERRUPTS:
+        assert report.program.length <= 4, report.program
+
+
+class OwnEngine(EngineMachine):
+    def make_engine(self, config, ports):
+        self.made = Engine(config, ports=ports)
+        return self.made
+
+
+def test_a_machine_drives_the_engine_that_it_makes():
     with silence():
-        machine, failure, _ = replayed(partial(EngineMachine, make), Program("EngineMachine", [("settle", {})]))
-    assert failure is None and [machine.engine] == made
+        machine, failure, _ = replayed(OwnEngine, Program("OwnEngine", [("settle", {})]))
+    assert failure is None and machine.engine is machine.made

@@ -16,6 +16,7 @@ import pytest
 from trioengine.testing.fuzz.describe import failure_text
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.machines import name_of
+from trioengine.testing.fuzz.program import ReplayFile
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, Report, replayed, silence
 
 EXAMPLES = 200
@@ -41,7 +42,8 @@ def lifecycle_fuzzer(request: pytest.FixtureRequest) -> RunMachine:
     """A function that runs programs on a machine and returns the report; it fails the test if one of them fails.
 
     The marker `lifecycle` gives the profile, the number of programs and the seed; the options --fuzz-examples and
-    --fuzz-seed override it. The program that failed is kept in pytest's cache, for `trioengine fuzz --replay`.
+    --fuzz-seed override it. A program that failed is kept in pytest's cache, for `trioengine fuzz --replay`; the next
+    run begins with it, until it passes.
     """
     marker = request.node.get_closest_marker("lifecycle")
     given = {} if marker is None else dict(marker.kwargs)
@@ -55,10 +57,11 @@ def lifecycle_fuzzer(request: pytest.FixtureRequest) -> RunMachine:
     seed = _first(request.config.getoption("--fuzz-seed"), given.get("seed"), 0)
 
     def run(machine: type[Machine]) -> Report:
+        path = _path(request, machine)
         with silence():
-            report = Fuzzer(machine, PROFILES[profile], seed).run(examples=examples)
+            report = _kept(machine, path) or Fuzzer(machine, PROFILES[profile], seed).run(examples=examples)
         if report.failure is not None:
-            pytest.fail(_complaint(machine, report, _path(request)), pytrace=False)
+            pytest.fail(_complaint(machine, report, path), pytrace=False)
         return report
 
     return run
@@ -68,10 +71,23 @@ def _first(*values: int | None) -> int:
     return next(value for value in values if value is not None)
 
 
-def _path(request: pytest.FixtureRequest) -> Path:
+def _kept(machine: type[Machine], path: Path) -> Report | None:
+    """The failure of the program in this file; the file is removed if it does not fail."""
+    try:
+        program = ReplayFile.from_json(path.read_bytes()).program
+        failure = replayed(machine.with_variant(program.variant), program).failure
+    except (OSError, ValueError):  # it was not kept, or its rules have changed
+        failure = None
+    if failure is None:
+        path.unlink(missing_ok=True)
+        return None
+    return Report(machine.__name__, seed=0, programs=1, failure=failure, program=program)
+
+
+def _path(request: pytest.FixtureRequest, machine: type[Machine]) -> Path:
     cache = request.config.cache
     folder = Path(request.config.rootpath) if cache is None else cache.mkdir("trioengine")
-    name = re.sub(r"[^\w.-]+", "-", request.node.nodeid)
+    name = re.sub(r"[^\w.-]+", "-", f"{request.node.nodeid}-{machine.__name__}")
     return folder / f"{name}.json"
 
 
@@ -81,7 +97,9 @@ def _complaint(machine: type[Machine], report: Report, path: Path) -> str:
     with silence():
         found = replayed(machine.with_variant(program.variant), program)
     text = failure_text(failure, program, found.trace)
-    program.machine = name_of(machine)
-    path.write_text(program.to_json(seed=report.seed, found=str(failure)), encoding="utf-8")
-    where = f"found in program {report.programs_to_find} of seed {report.seed}; replay it:"
-    return f"{text}\n{where}\ntrioengine fuzz --replay {path}"
+    where = "kept from an earlier run"
+    if report.programs_to_find:
+        where = f"found in program {report.programs_to_find} of seed {report.seed}"
+        program.machine = name_of(machine)
+        path.write_text(program.to_json(seed=report.seed, found=str(failure)), encoding="utf-8")
+    return f"{text}\n{where}; replay it:\ntrioengine fuzz --replay {path}"

@@ -35,7 +35,6 @@ from trioengine.testing.fuzz.peers import WHICH
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.promptness import Wait
 from trioengine.testing.fuzz.served import ServedEnvironment
-from trioengine.testing.fuzz.world import EngineFactory, make_engine
 from trioengine.testing.memory_peer import RemotePeer
 from trioengine.testing.simulated_peer import PeerState
 
@@ -63,9 +62,8 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
     max_buffered_bytes = max_buffered_bytes_with_pictures = 1_000_000  # enough, but for the rule `squeeze`
     horizon = 150.0  # past the timeouts of connecting, of pings, of sending and of closing, one after the other
 
-    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
-        super().__init__(make_engine)
-        self._taps.enter_context(inside_client.repeatable())
+    def __init__(self) -> None:
+        super().__init__()
         self.users: list[User] = []
         self.holders: list[RemoteHolder] = []
         self.readers: list[RemoteReader] = []

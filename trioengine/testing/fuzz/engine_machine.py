@@ -25,7 +25,7 @@ from trioengine.testing.fuzz.conversations import (
 from trioengine.testing.fuzz.oracles import asked, committed
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.sessions_machine import WAIT, WHICH, SessionsMachine
-from trioengine.testing.fuzz.world import CONFIG, EngineFactory, make_engine
+from trioengine.testing.fuzz.world import CONFIG
 
 TURNS_TO_PARK = 3  # of the worker, in which it takes a session and its request
 ROUNDS_TO_FINISH = 12  # of a request for one token, if nothing is in its way
@@ -47,8 +47,8 @@ class EngineMachine(SessionsMachine):
 
     config = replace(CONFIG, on_worker_loss="fail")
 
-    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
-        super().__init__(make_engine)
+    def __init__(self) -> None:
+        super().__init__()
         self.simulation.unpreparable = UNPREPARED
 
     @recorded(

@@ -28,7 +28,7 @@ from trioengine.testing.fuzz.oracles import (
 )
 from trioengine.testing.fuzz.payload_watch import ImageStates, PayloadWatch
 from trioengine.testing.fuzz.program import JUMPS, recorded
-from trioengine.testing.fuzz.world import IMAGE_LIMITS, EngineFactory, World, make_engine
+from trioengine.testing.fuzz.world import IMAGE_LIMITS, World
 from trioengine.testing.simulated_process import SIGSEGV
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.simulation import SealFailure
@@ -49,8 +49,8 @@ OUTAGES = ("abort all", "abort in flight", *WORKER_OUTAGES, *STARTS, "drain soon
 class Environment(World):
     """An engine and the rules of its environment. Subclasses use it, and override `in_use`, `_check…` and `_let_go`."""
 
-    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
-        super().__init__(make_engine)
+    def __init__(self) -> None:
+        super().__init__()
         self._killed: list[Connection] = []  # to workers, whose last bytes may have arrived
 
     # ---- for who uses the engine ----------------------------------------------------------------------------------
@@ -309,8 +309,8 @@ class PicturesEnvironment(Environment):
 
     limits = IMAGE_LIMITS
 
-    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
-        super().__init__(make_engine)
+    def __init__(self) -> None:
+        super().__init__()
         self.payloads = PayloadWatch(self.engine, self.simulation, self.loop.crashes, self.coverage.saw)
         self._taps.enter_context(inside_payloads.tapped(self.payloads))
         images = ImageStates(self.coverage.saw)

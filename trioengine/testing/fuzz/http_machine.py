@@ -22,7 +22,7 @@ from trioengine.testing.fuzz.peers import WHICH
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.served import ServedEnvironment
 from trioengine.testing.fuzz.shapes import Head, check_problem, has_fields
-from trioengine.testing.fuzz.world import LIMITS, EngineFactory, make_engine
+from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import PeerState
 
 SWITCHES = (
@@ -51,8 +51,8 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         "send_timeout": 6.0,
     }
 
-    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
-        super().__init__(make_engine)
+    def __init__(self) -> None:
+        super().__init__()
         self.books = HttpBooks(self.server.config, self.server.model_name)
         self.engine.observers.append(self.books)
         self.state = StateJudge(self.faults)

@@ -142,6 +142,17 @@ def requests(engine: Engine) -> list[tuple[SessionActor, Request]]:
     return [(session, request) for session in engine.runtime.sessions.all for request in session.requests]
 
 
+def names(engine: Engine) -> list[int | str]:
+    """A name, for `Engine.abort`, of each request that has one: its label, or its id, which a request in line lacks."""
+    found = (request.label or request.id for _, request in requests(engine))
+    return [name for name in found if name is not None]
+
+
+def called(engine: Engine, name: int | str) -> list[Request]:
+    """The requests of this id or label that an abort would end."""
+    return [request for _, request in requests(engine) if request.is_called(name) and is_undecided(request)]
+
+
 def in_flight(engine: Engine) -> list[Request]:
     """The requests that have a slot."""
     return [session.request for session in engine.runtime.sessions if session.request is not None]

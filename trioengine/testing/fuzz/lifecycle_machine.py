@@ -15,15 +15,16 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.observer import Observer
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineOverloaded, SessionEnded, TimedOut, WorkerLost
+from trioengine.core.types import Cause
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import Switch
 from trioengine.testing.fuzz.faults import Harm, Life
-from trioengine.testing.fuzz.oracles import check_worker
+from trioengine.testing.fuzz.oracles import check_stopped, check_worker
 from trioengine.testing.fuzz.peers import WHICH, PeersEnvironment
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.trace import current_place
-from trioengine.testing.fuzz.world import CONFIG, LIMITS, EngineFactory, make_engine
+from trioengine.testing.fuzz.world import CONFIG, LIMITS
 from trioengine.testing.memory_peer import MemoryPeer
 from trioengine.testing.simulated_peer import PeerState
 
@@ -50,8 +51,8 @@ class LifecycleMachine(PeersEnvironment[MemoryPeer]):
     limits = replace(LIMITS, max_model_len=512, kv_blocks_total=80)
     keeps_sessions = False  # whether `serve` holds sessions while there are no clients
 
-    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
-        super().__init__(make_engine)
+    def __init__(self) -> None:
+        super().__init__()
         self._tasks: list[Call] = []
         self._lives: dict[trio.lowlevel.Task, Life] = {}
         self._openers = _Openers()
@@ -129,11 +130,17 @@ class LifecycleMachine(PeersEnvironment[MemoryPeer]):
         """An operator puts the engine to sleep, or wakes it."""
         self._switch(how)
 
-    @precondition(lambda self: bool(inside.requests(self.engine)))
-    @recorded()
-    def abort(self) -> None:
-        """An operator aborts the requests in flight."""
-        self._abort_all(keep_waiting=True)
+    @precondition(lambda self: bool(inside.names(self.engine)))
+    @recorded(which=WHICH)
+    def abort(self, which: int) -> None:
+        """An operator aborts a request by its id, or all requests of a label."""
+        name = pick(inside.names(self.engine), which)
+        going = inside.called(self.engine, name)
+        self.faults.strike(Harm.OPERATORS)
+        self.requests.fix_cause(going, Cause.CLIENT)
+        ended = self.engine.abort(name)
+        assert ended == len(going), f"abort({name!r}) returned {ended}, and {len(going)} were going"
+        check_stopped(self.engine, set(going))
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from trioengine.testing.fuzz.program import Program, RuleSwarm
 from trioengine.testing.fuzz.trace import Trace
 from trioengine.testing.sim_loop import Livelock
 
-LONGEST = 2.0  # seconds of the processor's time that a rule may take: a hundred times more than any needs
+LONGEST = 2.0  # seconds of the processor's time: a hundred times more than any rule needs
 
 
 class Coverage(Observer):
@@ -83,8 +83,11 @@ class Machine(RuleBasedStateMachine):
     """Its rules are under `@recorded`. A failure, in a rule or in the end, is raised once: as a Finding.
 
     `reachable` has the transitions of the lifecycle tables that its programs can take. `variant` is the number of the
-    configuration, of `num_variants`.
+    configuration, of `num_variants`. A rule is interrupted when it has taken `longest` seconds of the processor's time,
+    and again after each `longest` more.
     """
+
+    longest = LONGEST
 
     reachable: ClassVar[AbstractSet[str]] = frozenset()
     num_variants: ClassVar[int] = 1
@@ -100,7 +103,9 @@ class Machine(RuleBasedStateMachine):
         self.finding: Finding | None = None
         self.trace: Trace | None = None  # kept since `record`
         self.on_end: Callable[[Machine], None] | None = None  # called with the machine after every end
-        self._interrupted = False
+        self.num_interrupts = 0  # of rules that took too long
+        self.slowest = 0.0  # seconds of the processor's time that a rule took, and was not interrupted
+        self._is_cut_off = False
 
     @classmethod
     def with_variant(cls, variant: int) -> type[Self]:
@@ -153,7 +158,7 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         is_new = self.finding is None  # else it was reported by the rule that found it
         try:
-            if is_new and not self._interrupted:
+            if is_new and not self._is_cut_off:
                 if self.trace is not None:
                     self.trace.add("the end")
                 self._try(self._finish)
@@ -171,15 +176,15 @@ class Machine(RuleBasedStateMachine):
 
     def _try(self, step: Callable[[], None]) -> None:
         try:
-            with _interrupted_when_late():
+            with self._interrupted_when_late():
                 step()
         except HypothesisException:
             raise
         except Exception as exc:
-            if not self._interrupted:
+            if not self._is_cut_off:
                 self.finding = self.finding or Finding(_leaf(exc))
         except BaseException:
-            self._interrupted = True
+            self._is_cut_off = True
             raise
 
     def _report(self) -> None:
@@ -187,27 +192,28 @@ class Machine(RuleBasedStateMachine):
         if self.finding is not None:
             raise self.finding
 
+    @contextmanager
+    def _interrupted_when_late(self) -> Iterator[None]:
+        """In the main thread, raise Livelock within code that runs for too long, again and again until it ends."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGVTALRM, self._interrupt)
+        signal.setitimer(signal.ITIMER_VIRTUAL, self.longest, self.longest)
+        try:
+            yield
+        finally:
+            seconds_left, _ = signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+            signal.signal(signal.SIGVTALRM, before)
+            if not self.num_interrupts:
+                self.slowest = max(self.slowest, self.longest - seconds_left)
 
-@contextmanager
-def _interrupted_when_late() -> Iterator[None]:
-    """In the main thread, raise Livelock within code that runs for too long, again and again until it ends."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGVTALRM, _raise_livelock)
-    signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST, LONGEST)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        signal.signal(signal.SIGVTALRM, before)
-
-
-def _raise_livelock(_: int, frame: FrameType | None) -> None:
-    if frame is not None and frame.f_code.co_name == "gc_callback":  # hypothesis' own, whose errors are ignored
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.01, LONGEST)
-        return
-    raise Livelock(f"a task has run for {LONGEST:g} s, and let no other one run")
+    def _interrupt(self, _: int, frame: FrameType | None) -> None:
+        if frame is not None and frame.f_code.co_name == "gc_callback":  # hypothesis' own, whose errors are ignored
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.01, self.longest)
+            return
+        self.num_interrupts += 1
+        raise Livelock("a task has run without a checkpoint, and let no other one run")
 
 
 def _leaf(error: Exception) -> Exception:

@@ -11,7 +11,6 @@ from hypothesis.stateful import precondition
 
 from trioengine.testing.fuzz.environment import Environment
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.world import EngineFactory, make_engine
 from trioengine.testing.simulated_peer import PeerState, SimulatedListener, SimulatedPeer
 
 WHICH = st.sampled_from((0, 0, 1, 2))
@@ -22,8 +21,8 @@ Client = TypeVar("Client", bound=SimulatedPeer)
 class PeersEnvironment(Environment, Generic[Client]):
     """The clients of a server that accepts connections from `listener`."""
 
-    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
-        super().__init__(make_engine)
+    def __init__(self) -> None:
+        super().__init__()
         self.clients: list[Client] = []
         self.listener = SimulatedListener()
         self._received = 0  # a checksum of all bytes that clients got

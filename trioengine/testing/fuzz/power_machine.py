@@ -27,7 +27,7 @@ from trioengine.testing.fuzz.oracles import check_line
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.promptness import Wait
 from trioengine.testing.fuzz.sessions_machine import WHICH
-from trioengine.testing.fuzz.world import CONFIG, EngineFactory, make_engine
+from trioengine.testing.fuzz.world import CONFIG
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.toy_model import TOY_PATH
 
@@ -185,8 +185,8 @@ class PowerMachine(EngineMachine):
 
     config = CONFIG
 
-    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
-        super().__init__(make_engine)
+    def __init__(self) -> None:
+        super().__init__()
         self.changes = Changes(self.engine, self.faults)
         self.engine.observers += [self.changes, _Admissions(self)]
         self._ends_line = False  # the change that is requested in this step empties the lines

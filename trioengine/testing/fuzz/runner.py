@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,27 +22,34 @@ from trioengine.testing.fuzz.program import BACKEND, ENVIRONMENT_RULES, JUMPS, P
 from trioengine.testing.fuzz.trace import Trace
 
 Failed = tuple[Exception, Program]
+MOST_INTERRUPTS = 30  # of slow rules until hypothesis stops shrinking; and as many again until trimming stops
+QUICK = 0.2  # seconds of the processor's time, after the first interrupt
+MUCH_SLOWER = 5  # than any rule until then
 A_PASS: Step = ("tick", {"passes": 1, "order": 0})
 
 
 def trimmed(make: Callable[[], Machine], failed: Failed) -> Failed:
     """A program of which no step can be left out, and how it fails; it may fail otherwise than the whole one did."""
     before = None
-    while before is not failed[1]:
-        before = failed[1]
-        for index in reversed(range(len(before.steps))):
-            attempts = (
-                _run(make, Program(before.machine, steps, before.variant)) for steps in _simpler(failed[1].steps, index)
-            )
-            failed = next(filter(None, attempts), failed)
+    size = len(failed[1].steps)
+    with contextlib.suppress(_Enough):
+        while size > 1 or before is not failed[1]:
+            before, size = failed[1], max(1, size // 2)
+            for index in reversed(range(0, len(before.steps), size)):
+                shorter = _simpler(failed[1].steps, index, size)
+                attempts = (_run(make, Program(before.machine, steps, before.variant)) for steps in shorter)
+                failed = next(filter(None, attempts), failed)
     return failed
 
 
-def _simpler(steps: list[Step], index: int) -> Iterator[list[Step]]:
-    """Without this step; with a mere pass of the scheduler in its place; two passes, or two jumps, as one."""
-    before, those, after = steps[:index], steps[index : index + 2], steps[index + 2 :]
-    if not those:  # a shorter one was found since
+def _simpler(steps: list[Step], index: int, size: int) -> Iterator[list[Step]]:
+    """Without so many steps; for one, with a mere pass in its place; two passes, or two jumps, as one."""
+    if index >= len(steps):  # a shorter one was found since
         return
+    if size > 1:
+        yield steps[:index] + steps[index + size :]
+        return
+    before, those, after = steps[:index], steps[index : index + 2], steps[index + 2 :]
     yield [*before, *those[1:], *after]
     if those[0][0] not in ENVIRONMENT_RULES:
         yield [*before, A_PASS, *those[1:], *after]
@@ -98,6 +106,10 @@ class Report:
 Progress = Callable[[Report], None]
 
 
+class _Enough(BaseException):
+    """No program runs any more: hypothesis does not catch it."""
+
+
 class Fuzzer:
     """One run of a machine."""
 
@@ -128,6 +140,9 @@ class Fuzzer:
         self._profile = profile
         self._progress = progress
         self._began = time.monotonic()
+        self._interrupts_left = MOST_INTERRUPTS
+        self._longest = math.inf  # seconds of the processor's time that a rule may take
+        self._slowest = 0.0  # seconds of the processor's time that a rule took
         self._last: Program | None = None
         self._shortest: tuple[Exception, Program] | None = None  # of the programs that failed
 
@@ -135,18 +150,22 @@ class Fuzzer:
         """End the run before its next program: `run` raises KeyboardInterrupt. A signal handler may call it."""
         self._stopped = True
 
-    def _fresh(self) -> Machine:
+    def _make(self) -> Machine:
         if self._stopped:
             raise KeyboardInterrupt
-        return self._current()
-
-    def _make(self) -> Machine:
-        machine = self._fresh()
+        if self._interrupts_left <= 0:
+            raise _Enough
+        machine = self._current()
         machine.on_end = self._count
+        machine.longest = min(machine.longest, self._longest)
         return machine
 
     def _count(self, machine: Machine) -> None:
         report = self.report
+        self._slowest = max(self._slowest, machine.slowest)
+        if machine.num_interrupts:
+            self._interrupts_left -= machine.num_interrupts
+            self._longest = max(QUICK, MUCH_SLOWER * self._slowest)
         report.programs += 1
         report.passes += machine.passes
         report.coverage.update(machine.coverage.counts)
@@ -211,14 +230,16 @@ class Fuzzer:
         except Finding as finding:
             assert self._last is not None, "a machine that found something has been counted"
             self.report.failure, self.report.program = finding.error, self._last
-        except (Flaky, KeyboardInterrupt) as exc:  # before it was shrunk, or it failed only once: nothing is lost
+        except (Flaky, KeyboardInterrupt, _Enough) as exc:  # it is not shrunk yet, or failed only once: nothing is lost
             if self._shortest is not None:
                 self.report.failure, self.report.program = self._shortest
             if isinstance(exc, KeyboardInterrupt) or self._shortest is None:
                 raise
-            return
+            if isinstance(exc, Flaky) and self._interrupts_left > 0:  # else hypothesis has made it of _Enough
+                return
         if self._shrinks and self.report.failure is not None and self.report.program is not None:
-            self.report.failure, self.report.program = trimmed(self._fresh, (self.report.failure, self.report.program))
+            self._interrupts_left = MOST_INTERRUPTS
+            self.report.failure, self.report.program = trimmed(self._make, (self.report.failure, self.report.program))
 
 
 class Replayed(NamedTuple):

@@ -15,14 +15,14 @@ from trioengine.core.errors import TransitionFailed
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT
 from trioengine.serve.server import ABORT_TIMEOUT, Server
-from trioengine.testing.fuzz import inside, inside_payloads, inside_server
+from trioengine.testing.fuzz import inside, inside_client, inside_payloads, inside_server
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, PicturesEnvironment, Switch
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.fuzz.inside_server import RealtimeConnection, Response
 from trioengine.testing.fuzz.peers import Client, PeersEnvironment
 from trioengine.testing.fuzz.program import recorded
-from trioengine.testing.fuzz.world import VARIANTS, EngineFactory, make_engine
+from trioengine.testing.fuzz.world import VARIANTS
 from trioengine.testing.simulated_peer import PeerState
 from trioengine.testing.toy_model import TOY_PATH
 
@@ -109,13 +109,14 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
     max_buffered_bytes_with_pictures: ClassVar[int]
     serve_config: ClassVar[dict[str, Any]] = {}  # more fields of the server's configuration
 
-    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
-        super().__init__(make_engine)
+    def __init__(self) -> None:
+        super().__init__()
         config = ServeConfig(
             max_connections=MAX_CLIENTS, max_buffered_bytes=self.max_buffered_bytes, **self.serve_config
         )
         self._closed_by = math.inf  # when the server must be over
         self.watch = ServerWatch(self.loop.crashes, self.coverage.saw, self.faults)
+        self._taps.enter_context(inside_client.repeatable())
         self._taps.enter_context(inside_server.tapped(self.watch, room=ROOM, at_once=AT_ONCE))
         self.server = Server(self.engine, config)
         self.server_call = Call(Life(self.faults), "server", functools.partial(self.server.run, [self.listener]), ())

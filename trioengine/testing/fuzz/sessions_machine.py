@@ -58,7 +58,7 @@ from trioengine.testing.fuzz.oracles import (
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, FOR_AN_AUDIT, check_refused
 from trioengine.testing.fuzz.usage_log import UsageLog
-from trioengine.testing.fuzz.world import LIMITS, MORE_VARIANTS, EngineFactory, make_engine
+from trioengine.testing.fuzz.world import LIMITS, MORE_VARIANTS
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.toy_model import VOCAB_SIZE
 
@@ -73,8 +73,8 @@ REFUSALS = (EngineOverloaded, EngineAsleep, EngineClosed, WorkerLost)
 class CallsMachine(PicturesEnvironment):
     """The rules of one-shot calls: each is a task, and its answer or error is judged where it ends."""
 
-    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
-        super().__init__(make_engine)
+    def __init__(self) -> None:
+        super().__init__()
         self.usages = UsageLog()
         self.simulation.observers.append(self.usages)
         self.engine.observers.append(self.usages)
@@ -200,8 +200,8 @@ class SessionsMachine(CallsMachine):
     variants = MORE_VARIANTS
     num_variants = len(MORE_VARIANTS)
 
-    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
-        super().__init__(make_engine)
+    def __init__(self) -> None:
+        super().__init__()
         self.holders: list[SessionHolder] = []
         self.readers: list[Reader] = []
 

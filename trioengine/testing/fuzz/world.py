@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import trio
 
@@ -31,7 +31,6 @@ from trioengine.testing.simulation import Simulation
 from trioengine.testing.toy_model import TOY_TILE, VOCAB_SIZE
 from trioengine.worker.scheduling.sequence import Limits
 
-EngineFactory: TypeAlias = Callable[[EngineConfig, Ports], Engine]
 CONFIG = EngineConfig(
     model="toy",
     max_num_seqs=2,
@@ -91,11 +90,6 @@ MORE_VARIANTS = (  # of the machines whose callers use an engine directly
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
 
 
-def make_engine(config: EngineConfig, ports: Ports) -> Engine:
-    """The engine that a machine drives, unless it is given another factory."""
-    return Engine(config, ports=ports)
-
-
 class World(Machine):
     """A machine without rules: runs an engine to rest and to its end, and checks it on the way."""
 
@@ -105,7 +99,7 @@ class World(Machine):
     variants: tuple[Variant, ...] = ()
     horizon = 60.0  # seconds, past the longest timeout: tasks that wait then, wait forever
 
-    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
+    def __init__(self) -> None:
         super().__init__()
         if self.variants:
             self.config = replace(self.config, **self.variants[self.variant].config)
@@ -115,7 +109,7 @@ class World(Machine):
         self.loop = SimLoop()
         self.simulation = Simulation(limits=self.limits, thread_threshold=0)
         self.simulation.max_payloads = MAX_PAYLOADS
-        self.engine = make_engine(self.config, self.simulation.ports)
+        self.engine = self.make_engine(self.config, self.simulation.ports)
         self.faults = InjectedFaults(poisoned=self.simulation.poisoned)
         self.engine_call = Call(Life(self.faults), "engine", self.engine.run, (WorkerLost, ModelError))
         self.calls: list[Call] = []
@@ -127,6 +121,10 @@ class World(Machine):
         self.bounds = Bounds()
         self.waited = 0.0  # seconds, since bytes were last moved fairly
         self.loop.start_soon(self.engine_call.run, name="engine")
+
+    def make_engine(self, config: EngineConfig, ports: Ports) -> Engine:
+        """Return the engine that the machine drives."""
+        return Engine(config, ports=ports)
 
     # ---- queries ----------------------------------------------------------------------------------------------------
 
