@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any, ClassVar, Self
 
@@ -101,6 +102,7 @@ class Machine(RuleBasedStateMachine):
         self.trace: Trace | None = None  # kept since `record`
         self.on_end: Callable[[Machine], None] | None = None  # called with the machine after every end
         self._interrupted = False
+        self._time_limit = _TimeLimit()
 
     @classmethod
     def with_variant(cls, variant: int) -> type[Self]:
@@ -162,6 +164,7 @@ class Machine(RuleBasedStateMachine):
                 self._try(self._close)
             finally:
                 self._taps.close()
+                self._time_limit.close()
                 if self.finding is not None and isinstance(self.finding.error, Livelock):
                     gc.collect()  # a loop that does not end may leave a few large objects
                 if self.on_end is not None:
@@ -171,7 +174,7 @@ class Machine(RuleBasedStateMachine):
 
     def _try(self, step: Callable[[], None]) -> None:
         try:
-            with _interrupted_when_late():
+            with self._time_limit:
                 step()
         except HypothesisException:
             raise
@@ -188,19 +191,31 @@ class Machine(RuleBasedStateMachine):
             raise self.finding
 
 
-@contextmanager
-def _interrupted_when_late() -> Iterator[None]:
-    """In the main thread, raise Livelock within code that runs for too long, again and again until it ends."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGVTALRM, _raise_livelock)
-    signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST, LONGEST)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        signal.signal(signal.SIGVTALRM, before)
+class _TimeLimit:
+    """In the main thread, raises Livelock within code that runs for too long, again and again until it ends.
+
+    The handler of the signal stays until `close`: to set it takes longer than most rules.
+    """
+
+    def __init__(self) -> None:
+        self._undo: Callable[[], object] | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGVTALRM) is not _raise_livelock:
+                before = signal.signal(signal.SIGVTALRM, _raise_livelock)
+                self._undo = functools.partial(signal.signal, signal.SIGVTALRM, before)
+            signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST, LONGEST)
+
+    def __exit__(self, *_: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+
+    def close(self) -> None:
+        """Bring back the handler that there was before."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
 
 
 def _raise_livelock(_: int, frame: FrameType | None) -> None:

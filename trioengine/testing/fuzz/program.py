@@ -17,6 +17,7 @@ from hypothesis.internal.conjecture.data import ConjectureData
 from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, PrimitiveProvider
 from hypothesis.stateful import INITIALIZE_RULE_MARKER, RULE_MARKER, Rule, RuleBasedStateMachine, RuleStrategy, rule
 from hypothesis.strategies import SearchStrategy
+from hypothesis.strategies._internal.lazy import unwrap_strategies
 
 BACKEND = "trioengine"  # its name, for `settings(backend=...)`
 _UNBOUNDED = 1 << 16
@@ -82,10 +83,11 @@ class RuleSwarm(RuleStrategy):
         if not able:
             raise InvalidDefinition(f"no rule of {self.machine} can run")
         rule = able[data.draw_integer(0, len(able) - 1)]
-        return rule, {name: data.draw(strategy) for name, strategy in rule.arguments.items()}
+        return rule, {name: unwrap_strategies(strategy).do_draw(data) for name, strategy in rule.arguments.items()}
 
     def _able(self, rules: list[Rule]) -> list[Rule]:
-        return [rule for rule in rules if all(holds(self.machine) for holds in rule.preconditions)]
+        machine = self.machine
+        return [rule for rule in rules if not rule.preconditions or all(holds(machine) for holds in rule.preconditions)]
 
 
 Method = TypeVar("Method", bound=Callable[..., None])
