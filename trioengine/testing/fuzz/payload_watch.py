@@ -110,12 +110,12 @@ class PayloadWatch(inside_payloads.PayloadEvents):
         self._needs: dict[trio.lowlevel.Task, tuple[int, int, float]] = {}  # bytes, descriptors, since when
         self._requests: WeakSet[RequestImages] = WeakSet()
         self._num_failed_seals = 0
-        self._has_payloads = False  # or had: else there are no pins and holds
+        self.any_made = False  # else there are no pins and holds
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
     def payload_created(self, payload: Payload) -> None:
-        self._has_payloads = True
+        self.any_made = True
 
     def images_created(self, images: RequestImages) -> None:
         self._requests.add(images)
@@ -208,7 +208,7 @@ class PayloadWatch(inside_payloads.PayloadEvents):
         assert {*map(id, self._simulation.memfds)} == {id(payload.sealed) for payload in payloads}, (
             f"open are {len(self._simulation.memfds)} payloads, the budget has {payloads}"
         )
-        if self._has_payloads:
+        if self.any_made:
             self._check_counts(payloads)
         self._sent.check()
         self._check_reservations()
