@@ -12,7 +12,8 @@ from trioengine.actors.engine import Engine
 from trioengine.core.types import FinishReason
 from trioengine.testing.fuzz import LifecycleMachine, machine, rule
 from trioengine.testing.fuzz.engine_machine import EngineMachine
-from trioengine.testing.fuzz.program import Program
+from trioengine.testing.fuzz.machine import Finding, Machine
+from trioengine.testing.fuzz.program import Program, recorded
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, replayed, silence
 from trioengine.testing.fuzz.trace import place
 from trioengine.testing.sim_loop import Livelock
@@ -216,6 +217,22 @@ def test_a_task_that_never_lets_another_one_run_is_a_finding(monkeypatch):
         found = replayed(Busy, program)
     assert isinstance(found.failure, Livelock) and "let no other one run" in str(found.failure)
     assert place(found.failure).endswith("in app")
+
+
+class Endless(Machine):
+    @recorded()
+    def run(self):
+        while True:
+            pass
+
+
+def test_a_machine_is_interrupted_after_the_end_of_another_one(monkeypatch):
+    monkeypatch.setattr(machine, "LONGEST", 0.1)
+    endless = Endless()
+    Endless().teardown()
+    with pytest.raises(Finding, match="let no other one run"):
+        endless.run()
+    endless.teardown()
 
 
 def test_a_machine_drives_the_engine_that_its_factory_makes():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import signal
 import threading
@@ -164,7 +163,6 @@ class Machine(RuleBasedStateMachine):
                 self._try(self._close)
             finally:
                 self._taps.close()
-                self._time_limit.close()
                 if self.finding is not None and isinstance(self.finding.error, Livelock):
                     gc.collect()  # a loop that does not end may leave a few large objects
                 if self.on_end is not None:
@@ -194,28 +192,25 @@ class Machine(RuleBasedStateMachine):
 class _TimeLimit:
     """In the main thread, raises Livelock within code that runs for too long, again and again until it ends.
 
-    The handler of the signal stays until `close`: to set it takes longer than most rules.
+    The handler of the signal is set once and stays: to set it takes longer than most rules, and machines overlap.
     """
 
     def __init__(self) -> None:
-        self._undo: Callable[[], object] | None = None
+        self._has_handler = _in_main_thread()
+        if self._has_handler:
+            signal.signal(signal.SIGVTALRM, _raise_livelock)
 
     def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGVTALRM) is not _raise_livelock:
-                before = signal.signal(signal.SIGVTALRM, _raise_livelock)
-                self._undo = functools.partial(signal.signal, signal.SIGVTALRM, before)
+        if self._has_handler and _in_main_thread():
             signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST, LONGEST)
 
     def __exit__(self, *_: object) -> None:
-        if threading.current_thread() is threading.main_thread():
+        if self._has_handler and _in_main_thread():
             signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
 
-    def close(self) -> None:
-        """Bring back the handler that there was before."""
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _raise_livelock(_: int, frame: FrameType | None) -> None:
