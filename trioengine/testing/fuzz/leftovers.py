@@ -11,6 +11,7 @@ import functools
 from collections import deque
 from collections.abc import Iterator, MutableMapping, MutableSet
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 import trio
 
@@ -59,10 +60,10 @@ def check_idle_session(engine: Engine, session: inside.SessionActor) -> None:
     assert not left, f"{session} has no request, and {'; '.join(left)}"
 
 
-def _walk(path: str, owner: object, kept: AbstractSet[str], seen: set[int]) -> Iterator[str]:
+def _walk(path: str, owner: Any, kept: AbstractSet[str], seen: set[int]) -> Iterator[str]:
     seen.add(id(owner))
     for name, value in _attributes(owner):
-        kind = _kind_of(type(value))
+        kind = _kind_of(value.__class__)
         if kind is _Kind.OTHER or id(value) in seen:
             continue
         where = f"{path}.{name}"
@@ -77,15 +78,15 @@ def _walk(path: str, owner: object, kept: AbstractSet[str], seen: set[int]) -> I
             yield from _walk(where, value, kept, seen)
 
 
-def _attributes(owner: object) -> Iterator[tuple[str, object]]:
+def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
     yield from getattr(owner, "__dict__", {}).items()
-    for name in _slots(type(owner)):
+    for name in _slots(owner.__class__):
         if hasattr(owner, name):
             yield name, getattr(owner, name)
 
 
 @functools.cache
-def _slots(kind: type) -> tuple[str, ...]:
+def _slots(kind: type[Any]) -> tuple[str, ...]:
     names: list[str] = []
     for each in kind.__mro__:
         slots = each.__dict__.get("__slots__", ())
@@ -103,7 +104,7 @@ class _Kind(enum.Enum):
 
 
 @functools.cache
-def _kind_of(kind: type) -> _Kind:
+def _kind_of(kind: type[Any]) -> _Kind:
     module = kind.__module__
     is_ours = module.startswith("trioengine.") and not module.startswith(_FOREIGN)
     if issubclass(kind, _CONTAINERS):

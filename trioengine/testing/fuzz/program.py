@@ -89,7 +89,7 @@ class RuleSwarm(RuleStrategy):
             raise InvalidDefinition(f"no rule of {self.machine} can run")
         rule = able[data.draw_integer(0, len(able) - 1)]
         # without the checks and the records that hypothesis makes of every draw
-        return rule, {name: unwrap_strategies(strategy).do_draw(data) for name, strategy in rule.arguments.items()}
+        return rule, {name: _unwrapped(strategy).do_draw(data) for name, strategy in rule.arguments.items()}
 
     def _able(self, rules: list[Rule]) -> list[Rule]:
         machine = self.machine
@@ -98,7 +98,14 @@ class RuleSwarm(RuleStrategy):
 
 @functools.cache
 def _all_arguments(rule: Rule) -> SearchStrategy[dict[str, Any]]:
-    return unwrap_strategies(fixed_dictionaries(rule.arguments))
+    return _unwrapped(fixed_dictionaries(rule.arguments))
+
+
+@functools.cache
+def _unwrapped(strategy: SearchStrategy[Any]) -> SearchStrategy[Any]:
+    """The strategy that a lazy one stands for."""
+    unwrapped: SearchStrategy[Any] = unwrap_strategies(strategy)  # type: ignore[no-untyped-call]
+    return unwrapped
 
 
 Method = TypeVar("Method", bound=Callable[..., None])
