@@ -11,8 +11,8 @@ from trioengine.actors.engine import Engine
 from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.fuzz import LifecycleMachine, rule, runner
 from trioengine.testing.fuzz.engine_machine import EngineMachine
-from trioengine.testing.fuzz.machine import LONGEST
-from trioengine.testing.fuzz.program import Program
+from trioengine.testing.fuzz.machine import LONGEST, Finding, Machine
+from trioengine.testing.fuzz.program import Program, recorded
 from trioengine.testing.fuzz.runner import MOST_INTERRUPTS, PROFILES, Fuzzer, replayed, silence
 from trioengine.testing.fuzz.trace import place
 from trioengine.testing.sim_loop import Livelock
@@ -224,6 +224,23 @@ def test_a_task_that_never_lets_another_one_run_is_a_finding():
         found = replayed(Busy, program)
     assert isinstance(found.failure, Livelock) and "let no other one run" in str(found.failure)
     assert place(found.failure).endswith("in app")
+
+
+class Endless(Machine):
+    longest = 0.1
+
+    @recorded()
+    def run(self):
+        while True:
+            pass
+
+
+def test_a_machine_is_interrupted_after_the_end_of_another_one():
+    endless = Endless()
+    Endless().teardown()
+    with pytest.raises(Finding, match="let no other one run"):
+        endless.run()
+    endless.teardown()
 
 
 class Spin(Echo):

@@ -273,15 +273,16 @@ class PowerStage(enum.Enum):
     @property
     def power(self) -> Power:
         """The state that users see."""
-        return _POWER_OF.get(self) or Power(self.value)
+        return _POWER_OF[self]
 
 
-_POWER_OF = {
+_OTHER_POWERS = {
     PowerStage.FINISHING_TO_SLEEP: Power.FALLING_ASLEEP,
     PowerStage.RETIRING: Power.FALLING_ASLEEP,
     PowerStage.UPDATING_ASLEEP: Power.ASLEEP,
     PowerStage.FINISHING_TO_UPDATE: Power.UPDATING,
 }
+_POWER_OF = {stage: _OTHER_POWERS.get(stage) or Power(stage.value) for stage in PowerStage}
 
 
 class PowerEvent(enum.Enum):

@@ -169,9 +169,10 @@ class SimLoop:
     def settle(self, limit: int = 2000) -> None:
         """Passes until every task is blocked. Livelock after `limit`."""
         for _ in range(limit):
-            before = self.steps
-            self.tick()
-            if self.steps == before and not self._threads:
+            before = len(self._order.names)
+            self._pass()
+            self.passes += 1
+            if len(self._order.names) == before and not self._threads:
                 return
         raise Livelock(f"tasks were still running after {limit} passes:\n{self.stacks()}")
 

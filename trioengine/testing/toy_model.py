@@ -276,9 +276,9 @@ class ToyRunner:
         sampled: list[Sampled] = []
         for entry in output.scheduled:
             sequence = entry.sequence
-            slots = [self._slot(sequence.block_table, position) for position in range(sequence.num_tokens)]
+            slots = self._slots_of(sequence)
             salt, computed = sequence.params.cache_salt, sequence.num_computed_tokens
-            salted = all(self._salts.get(slot) == salt for slot in slots[:computed])
+            salted = {*map(self._salts.get, slots[:computed])} <= {salt}
             assert salted, f"request {sequence.request} reads values that were computed under another cache salt"
             embedded = self._embeddings(entry)
             for position in range(computed, computed + entry.num_new_tokens):
@@ -291,7 +291,7 @@ class ToyRunner:
             if sequence.request in self.fail_requests:
                 sampled.append(sequence.failure(SAMPLING_FAILED, "failed on request"))
                 continue
-            values = array("L", [self._slots[slot] for slot in slots])
+            values = array("L", map(self._slots.__getitem__, slots))
             token_id, top = toy_next(values), sequence.params.logprobs
             sampled.append(sequence.row(token_id, None if top is None else toy_logprobs(token_id, top)))
         return sampled
@@ -341,6 +341,13 @@ class ToyRunner:
             behind = [0] * (size - len(values))
             self._slots.update(enumerate(values + behind, target * size))
             self._salts.update(enumerate(computed_under, target * size))
+
+    def _slots_of(self, sequence: Sequence) -> list[int]:
+        """Of all its tokens."""
+        size = self._block_size
+        slots = [slot for block in sequence.block_table for slot in range(block * size, (block + 1) * size)]
+        assert len(slots) >= sequence.num_tokens, f"request {sequence.request} has too few blocks for its tokens"
+        return slots[: sequence.num_tokens]
 
     def _slot(self, block_table: list[int], position: int) -> int:
         return block_table[position // self._block_size] * self._block_size + position % self._block_size

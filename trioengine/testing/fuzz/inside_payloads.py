@@ -102,6 +102,9 @@ def has_unsent_payloads(engine: Engine) -> bool:
 class PayloadEvents:
     """Base class: each method is called when something happens to a payload, and does nothing unless overridden."""
 
+    def payload_created(self, payload: Payload) -> None:
+        """Bytes were sealed."""
+
     def images_created(self, images: RequestImages) -> None:
         """A request, or a session, may get images."""
 
@@ -161,6 +164,7 @@ def tapped(events: PayloadEvents) -> Iterator[None]:
         (KeptImages, "__init__", _after(events.images_kept)),
         (KeptImages, "release", inside.before(events.images_released)),
         (PayloadBudget, "reserve_now", lambda reserve: _reserve_now(events, reserve)),
+        (Payload, "__init__", _after(events.payload_created)),
         (Payload, "drop", inside.before(events.payload_dropped)),
         (Link, "_hand_over", inside.before(lambda link, id, _: events.handed_over(link, id))),
         (Link, "on_consumed", inside.before(lambda link, message: _consumed(events, link, message))),

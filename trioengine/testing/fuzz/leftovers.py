@@ -6,9 +6,12 @@ names the containers that are not empty in an engine at rest.
 
 from __future__ import annotations
 
+import enum
+import functools
 from collections import deque
 from collections.abc import Iterator, MutableMapping, MutableSet
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 import trio
 
@@ -57,36 +60,58 @@ def check_idle_session(engine: Engine, session: inside.SessionActor) -> None:
     assert not left, f"{session} has no request, and {'; '.join(left)}"
 
 
-def _walk(path: str, owner: object, kept: AbstractSet[str], seen: set[int]) -> Iterator[str]:
+def _walk(path: str, owner: Any, kept: AbstractSet[str], seen: set[int]) -> Iterator[str]:
     seen.add(id(owner))
     for name, value in _attributes(owner):
+        kind = _kind_of(value.__class__)
+        if kind is _Kind.OTHER or id(value) in seen:
+            continue
         where = f"{path}.{name}"
         if where in kept:
             seen.add(id(value))
-        if id(value) in seen:
-            continue
-        if isinstance(value, _CONTAINERS):
+        elif kind is _Kind.CONTAINER:
             if len(value):
                 yield f"{where} has {len(value)}: {value!r:.200}"
-        elif isinstance(value, _TENANTS):
+        elif kind is _Kind.TENANT:
             yield f"{where} is {value!r:.200}"
-        elif _is_part(value):
+        else:
             yield from _walk(where, value, kept, seen)
 
 
-def _attributes(owner: object) -> Iterator[tuple[str, object]]:
+def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
     yield from getattr(owner, "__dict__", {}).items()
-    for kind in type(owner).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(owner, name):
-                yield name, getattr(owner, name)
+    for name in _slots(owner.__class__):
+        if hasattr(owner, name):
+            yield name, getattr(owner, name)
 
 
-def _is_part(value: object) -> bool:
-    module = type(value).__module__
+@functools.cache
+def _slots(kind: type[Any]) -> tuple[str, ...]:
+    names: list[str] = []
+    for each in kind.__mro__:
+        slots = each.__dict__.get("__slots__", ())
+        names += (slots,) if isinstance(slots, str) else slots
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+class _Kind(enum.Enum):
+    """The meaning of an attribute's type to a walk."""
+
+    CONTAINER = "container"
+    TENANT = "tenant"
+    PART = "part"
+    OTHER = "other"
+
+
+@functools.cache
+def _kind_of(kind: type[Any]) -> _Kind:
+    module = kind.__module__
     is_ours = module.startswith("trioengine.") and not module.startswith(_FOREIGN)
-    return is_ours and not isinstance(value, (type, *_CONSTANTS)) and hasattr(type(value), "__init__")
+    if issubclass(kind, _CONTAINERS):
+        return _Kind.CONTAINER
+    if issubclass(kind, _TENANTS):
+        return _Kind.TENANT
+    return _Kind.PART if is_ours and not issubclass(kind, (type, *_CONSTANTS)) else _Kind.OTHER
 
 
 def check_tasks(above: trio.lowlevel.Task) -> None:

@@ -6,9 +6,9 @@ import gc
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any, ClassVar, Self
 
@@ -106,6 +106,7 @@ class Machine(RuleBasedStateMachine):
         self.num_interrupts = 0  # of rules that took too long
         self.slowest = 0.0  # seconds of the processor's time that a rule took, and was not interrupted
         self._is_cut_off = False
+        self._time_limit = _TimeLimit(self)
 
     @classmethod
     def with_variant(cls, variant: int) -> type[Self]:
@@ -176,7 +177,7 @@ class Machine(RuleBasedStateMachine):
 
     def _try(self, step: Callable[[], None]) -> None:
         try:
-            with self._interrupted_when_late():
+            with self._time_limit:
                 step()
         except HypothesisException:
             raise
@@ -192,28 +193,46 @@ class Machine(RuleBasedStateMachine):
         if self.finding is not None:
             raise self.finding
 
-    @contextmanager
-    def _interrupted_when_late(self) -> Iterator[None]:
-        """In the main thread, raise Livelock within code that runs for too long, again and again until it ends."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGVTALRM, self._interrupt)
-        signal.setitimer(signal.ITIMER_VIRTUAL, self.longest, self.longest)
-        try:
-            yield
-        finally:
-            seconds_left, _ = signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-            signal.signal(signal.SIGVTALRM, before)
-            if not self.num_interrupts:
-                self.slowest = max(self.slowest, self.longest - seconds_left)
 
-    def _interrupt(self, _: int, frame: FrameType | None) -> None:
-        if frame is not None and frame.f_code.co_name == "gc_callback":  # hypothesis' own, whose errors are ignored
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0.01, self.longest)
-            return
-        self.num_interrupts += 1
-        raise Livelock("a task has run without a checkpoint, and let no other one run")
+class _TimeLimit:
+    """In the main thread, interrupts a rule of a machine that runs for too long, again and again until it ends.
+
+    The handler of the signal is set once and stays: to set it takes longer than most rules, and machines overlap.
+    """
+
+    running: ClassVar[Machine | None] = None  # the machine whose rule runs: a process has one handler
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def __enter__(self) -> None:
+        if _in_main_thread():
+            if signal.getsignal(signal.SIGVTALRM) is not _interrupt:
+                signal.signal(signal.SIGVTALRM, _interrupt)
+            _TimeLimit.running = self._machine
+            signal.setitimer(signal.ITIMER_VIRTUAL, self._machine.longest, self._machine.longest)
+
+    def __exit__(self, *_: object) -> None:
+        if _in_main_thread():
+            seconds_left, _interval = signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+            _TimeLimit.running = None
+            if not self._machine.num_interrupts:
+                self._machine.slowest = max(self._machine.slowest, self._machine.longest - seconds_left)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _interrupt(_: int, frame: FrameType | None) -> None:
+    machine = _TimeLimit.running
+    if machine is None:  # the timer went off as it was stopped
+        return
+    if frame is not None and frame.f_code.co_name == "gc_callback":  # hypothesis' own, whose errors are ignored
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.01, machine.longest)
+        return
+    machine.num_interrupts += 1
+    raise Livelock("a task has run without a checkpoint, and let no other one run")
 
 
 def _leaf(error: Exception) -> Exception:

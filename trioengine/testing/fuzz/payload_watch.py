@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from weakref import WeakSet
 
 import trio
@@ -110,8 +110,12 @@ class PayloadWatch(inside_payloads.PayloadEvents):
         self._needs: dict[trio.lowlevel.Task, tuple[int, int, float]] = {}  # bytes, descriptors, since when
         self._requests: WeakSet[RequestImages] = WeakSet()
         self._num_failed_seals = 0
+        self.any_made = False  # else there are no pins and holds
 
     # ---- events ---------------------------------------------------------------------------------------------------
+
+    def payload_created(self, payload: Payload) -> None:
+        self.any_made = True
 
     def images_created(self, images: RequestImages) -> None:
         self._requests.add(images)
@@ -204,6 +208,12 @@ class PayloadWatch(inside_payloads.PayloadEvents):
         assert {*map(id, self._simulation.memfds)} == {id(payload.sealed) for payload in payloads}, (
             f"open are {len(self._simulation.memfds)} payloads, the budget has {payloads}"
         )
+        if self.any_made:
+            self._check_counts(payloads)
+        self._sent.check()
+        self._check_reservations()
+
+    def _check_counts(self, payloads: Sequence[Payload]) -> None:
         pins, holds = self._pins(), self._holds()
         for payload in payloads:
             found = inside_payloads.num_pins(payload), inside_payloads.num_holders(payload)
@@ -211,8 +221,6 @@ class PayloadWatch(inside_payloads.PayloadEvents):
                 f"{payload} counts {found} pins and holders, there are {pins[payload]} and {holds[payload]}"
             )
         assert all(not payload.is_dropped for payload in pins), "a payload is pinned, and dropped"
-        self._sent.check()
-        self._check_reservations()
 
     def _check_reservations(self) -> None:
         making = sum(stage == SEALING for stage in self.stages.values())

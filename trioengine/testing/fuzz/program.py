@@ -16,7 +16,8 @@ from hypothesis.errors import InvalidDefinition
 from hypothesis.internal.conjecture.data import ConjectureData
 from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, PrimitiveProvider
 from hypothesis.stateful import INITIALIZE_RULE_MARKER, RULE_MARKER, Rule, RuleBasedStateMachine, RuleStrategy, rule
-from hypothesis.strategies import SearchStrategy
+from hypothesis.strategies import SearchStrategy, fixed_dictionaries
+from hypothesis.strategies._internal.lazy import unwrap_strategies
 
 BACKEND = "trioengine"  # its name, for `settings(backend=...)`
 _UNBOUNDED = 1 << 16
@@ -72,9 +73,14 @@ class RuleSwarm(RuleStrategy):
     def __init__(self, machine: RuleBasedStateMachine) -> None:
         super().__init__(machine)
         self._enabled: list[Rule] = []
+        # hypothesis' own name: it would make strategies of these rules for every program, which takes long
+        self._first, machine._initialize_rules_to_run = machine._initialize_rules_to_run, []
 
     def do_draw(self, data: ConjectureData) -> tuple[Rule, dict[str, Any]]:
-        """A rule, and its arguments by name. Raises InvalidDefinition if none can run."""
+        """A rule, and its arguments by name; first those of `initialize`. Raises InvalidDefinition if none can run."""
+        if self._first:
+            rule = self._first.pop(data.draw_integer(0, len(self._first) - 1) if len(self._first) > 1 else 0)
+            return rule, _all_arguments(rule).do_draw(data)
         if not self._enabled:
             p_disabled = data.draw_integer(0, _SHARES - 1) / _SHARES
             self._enabled = [rule for rule in self.rules if not data.draw_boolean(p_disabled)] or self.rules
@@ -82,10 +88,24 @@ class RuleSwarm(RuleStrategy):
         if not able:
             raise InvalidDefinition(f"no rule of {self.machine} can run")
         rule = able[data.draw_integer(0, len(able) - 1)]
-        return rule, {name: data.draw(strategy) for name, strategy in rule.arguments.items()}
+        # without the checks and the records that hypothesis makes of every draw
+        return rule, {name: _unwrapped(strategy).do_draw(data) for name, strategy in rule.arguments.items()}
 
     def _able(self, rules: list[Rule]) -> list[Rule]:
-        return [rule for rule in rules if all(holds(self.machine) for holds in rule.preconditions)]
+        machine = self.machine
+        return [rule for rule in rules if not rule.preconditions or all(holds(machine) for holds in rule.preconditions)]
+
+
+@functools.cache
+def _all_arguments(rule: Rule) -> SearchStrategy[dict[str, Any]]:
+    return _unwrapped(fixed_dictionaries(rule.arguments))
+
+
+@functools.cache
+def _unwrapped(strategy: SearchStrategy[Any]) -> SearchStrategy[Any]:
+    """The strategy that a lazy one stands for."""
+    unwrapped: SearchStrategy[Any] = unwrap_strategies(strategy)  # type: ignore[no-untyped-call]
+    return unwrapped
 
 
 Method = TypeVar("Method", bound=Callable[..., None])

@@ -170,7 +170,8 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
 
     def _look(self) -> None:
         super()._look()
-        self._check_kept()
+        if self.payloads.any_made:
+            self._check_kept()
 
     def _check_kept(self) -> None:
         """After every rule: images are kept for conversations, and for responses that are not over, and no others.

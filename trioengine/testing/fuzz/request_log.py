@@ -95,11 +95,14 @@ class RequestLog(Observer):
             if inside.is_undecided(request):
                 self._causes.setdefault(inside.record(request), {cause})
 
-    def fix_causes(self, generation: Generation, causes: AbstractSet[Cause]) -> None:
-        """No task can run: if the request is aborted, it was for one of the causes that there are until now."""
+    def lacks_causes(self, generation: Generation) -> bool:
+        """Whether the request is aborted, and its causes are not fixed."""
         request = inside.record(generation)
-        if request not in self._causes and inside.is_aborted(request):
-            self._causes[request] = causes
+        return request not in self._causes and inside.is_aborted(request)
+
+    def fix_causes(self, generation: Generation, causes: AbstractSet[Cause]) -> None:
+        """No task can run, and the request lacks its causes: they are among those that there are until now."""
+        self._causes[inside.record(generation)] = causes
 
     def is_fixed(self, generation: Generation) -> bool:
         """Whether the request was aborted."""

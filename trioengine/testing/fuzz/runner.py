@@ -74,7 +74,7 @@ def _run(make: Callable[[], Machine], program: Program) -> Failed | None:
 
 
 BATCH = 50  # programs between two looks at the clock
-COLLECT_AFTER = 20_000  # objects: the garbage of a dozen programs
+COLLECT_AFTER = 7_000  # objects: the garbage of a few programs
 
 
 @dataclass(frozen=True)

@@ -345,8 +345,9 @@ class SessionsMachine(CallsMachine):
             check_deadline(reader)
             check_entering(reader)
         for reader in self.readers:
-            if not reader.checked and reader.generation is not None:
-                self.requests.fix_causes(reader.generation, self.faults.causes(reader.life) | reader.causes)
+            generation = None if reader.checked else reader.generation
+            if generation is not None and self.requests.lacks_causes(generation):
+                self.requests.fix_causes(generation, self.faults.causes(reader.life) | reader.causes)
         for holder in self.running_holders:
             check_opening(holder)
 

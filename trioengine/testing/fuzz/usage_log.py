@@ -67,14 +67,17 @@ class UsageLog(WorkerObserver, Observer):
     def sending(self, worker: SimulatedWorker, messages: Sequence[Message]) -> None:
         """Take in a step: the sequences that began with it, and the tokens that it has sampled."""
         now, attempts = trio.current_time(), self._of_worker.get(worker, {})
-        totals = self._totals.setdefault(worker, Counter())
+        if worker not in self._totals:
+            self._totals[worker] = Counter()
+        totals = self._totals[worker]
         for request, num_tokens, cached_tokens in worker.runner.take_begun():
             attempt = attempts[request]
             attempt.started, attempt.cached_tokens = now, cached_tokens
-            totals.update(prefix_cache_queries=num_tokens, prefix_cache_hits=cached_tokens)
+            totals["prefix_cache_queries"] += num_tokens
+            totals["prefix_cache_hits"] += cached_tokens
         for row in (row for message in messages if isinstance(message, Tokens) for row in message.rows):
             attempt = attempts[row.request]
-            totals.update(generation_tokens=len(row.token_ids))
+            totals["generation_tokens"] += len(row.token_ids)
             if len(row.token_ids) and attempt.first_token is None:
                 attempt.first_token = now
 
