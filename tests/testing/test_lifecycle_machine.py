@@ -1,5 +1,7 @@
 """Machines for programs of other people: an app, a server, and the bugs that they may have."""
 
+import gc
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -285,3 +287,29 @@ def test_a_machine_drives_the_engine_that_it_makes():
     with silence():
         machine, failure, _ = replayed(OwnEngine, Program("OwnEngine", [("settle", {})]))
     assert failure is None and machine.engine is machine.made
+
+
+def test_machines_that_failed_are_freed():
+    """When the next attempt begins: only the errors that are to be reported keep their machines, by their frames."""
+    failed, left = [], []
+
+    class Watched(Unsafe):
+        def __init__(self):
+            gc.collect()
+            left.append(sum(machine() is not None for machine in failed))
+            super().__init__()
+
+        def teardown(self):
+            try:
+                super().teardown()
+            finally:
+                if self.finding is not None:
+                    failed.append(weakref.ref(self))
+
+    report = fuzzed(Watched, 300)
+    assert "a bug" in str(report.failure) and len(failed) > 10
+    assert max(left) <= 2, left
+    assert place(report.failure).endswith("in app"), "the lines of the traceback are kept"
+    del report
+    gc.collect()
+    assert not any(machine() for machine in failed), "a machine is left when the report has gone"

@@ -78,6 +78,14 @@ class Finding(Exception):
         super().__init__(f"{type(error).__name__}: {error}")
         self.error = error
 
+    def let_go(self) -> None:
+        """Drop the tracebacks, whose frames hold the machine."""
+        self.__traceback__ = None
+        error: BaseException | None = self.error
+        while error is not None:
+            error.__traceback__ = None
+            error = error.__cause__ or error.__context__
+
 
 class Machine(RuleBasedStateMachine):
     """Its rules are under `@recorded`. A failure, in a rule or in the end, is raised once: as a Finding.

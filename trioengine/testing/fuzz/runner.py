@@ -143,6 +143,7 @@ class Fuzzer:
         self._interrupts_left = MOST_INTERRUPTS
         self._longest = math.inf  # seconds of the processor's time that a rule may take
         self._slowest = 0.0  # seconds of the processor's time that a rule took
+        self._findings: list[Finding] = []  # that have their tracebacks
         self._last: Program | None = None
         self._shortest: tuple[Exception, Program] | None = None  # of the programs that failed
 
@@ -155,6 +156,7 @@ class Fuzzer:
             raise KeyboardInterrupt
         if self._interrupts_left <= 0:
             raise _Enough
+        self._drop_tracebacks()
         machine = self._current()
         machine.on_end = self._count
         machine.longest = min(machine.longest, self._longest)
@@ -173,12 +175,19 @@ class Fuzzer:
         if machine.finding is not None and not report.programs_to_find:
             report.programs_to_find, report.seconds_to_find = report.programs, report.seconds
         self._last = machine.program
-        if machine.finding is not None and (
-            self._shortest is None or len(machine.program.steps) <= len(self._shortest[1].steps)
-        ):
-            self._shortest = machine.finding.error, machine.program
+        if machine.finding is not None:
+            self._findings.append(machine.finding)
+            if self._shortest is None or len(machine.program.steps) <= len(self._shortest[1].steps):
+                self._shortest = machine.finding.error, machine.program
         if self._progress is not None:
             self._progress(report)
+
+    def _drop_tracebacks(self) -> None:
+        """Of all findings but the shortest: they hold machines, and hypothesis holds the findings."""
+        for finding in self._findings:
+            if finding.error not in (self.report.failure, self._shortest and self._shortest[0]):
+                finding.let_go()
+        self._findings = [finding for finding in self._findings if finding.error.__traceback__ is not None]
 
     def run(
         self,
@@ -238,7 +247,7 @@ class Fuzzer:
             if isinstance(exc, Flaky) and self._interrupts_left > 0:  # else hypothesis has made it of _Enough
                 return
         if self._shrinks and self.report.failure is not None and self.report.program is not None:
-            self._interrupts_left = MOST_INTERRUPTS
+            self._interrupts_left, self._shortest = MOST_INTERRUPTS, None
             self.report.failure, self.report.program = trimmed(self._make, (self.report.failure, self.report.program))
 
 
