@@ -332,6 +332,33 @@ FALSE_ALARMS = {
             ("carry", {"which": 0, "to_server": 106, "to_client": 0}),
         ],
     ),
+    "a connection beyond the limit is refused before its request, for the health, arrives": (
+        "HttpMachine",
+        [
+            ("begin", {"ready": True, "clients": 1}),
+            ("connect", {"key": 0}),
+            (
+                "ask_more",
+                {
+                    "which": 0,
+                    "prompt": "a",
+                    "streams": False,
+                    "stop": None,
+                    "min_tokens": 0,
+                    "stop_token": None,
+                    "top_logprobs": None,
+                    "rounds": 6,
+                },
+            ),
+            ("abort", {"which": 0, "request": 0, "rounds": 0}),
+            ("abort", {"which": 1, "request": 0, "rounds": 6}),
+            ("connect", {"key": 0}),
+            ("settle", {}),
+            ("observe", {"which": 0, "what": "health"}),
+            ("advance", {"seconds": 11.0}),
+            ("settle", {}),
+        ],
+    ),
     "no bytes arrive, and wake who waits for some": (
         "RealtimeMachine",
         [

@@ -17,6 +17,10 @@ from trioengine.testing.fuzz.shapes import longest_prefix
 
 KEYS, ADMIN_KEY = ("key-a", "key-b", "key-c"), "key-of-the-operator"
 EMPTY = ("num_requests_running", "num_requests_waiting", "num_requests_suspended", "num_sessions", "buffered_bytes")
+SERVED_BEYOND = (  # on connections beyond the limit too
+    *("/health", "/ready", "/is_sleeping", "/debug/invariants"),
+    *("/abort_request", "/sleep", "/wake_up", "/wakeup", "/update_weights"),
+)
 _LINE = re.compile(r"trioengine_(\w+)(?:\{(.*)\})? (\S+)")
 _UNITS = ("_total", "_count", "_sum", "_bucket")  # of metrics that only grow
 

@@ -13,6 +13,7 @@ import h11
 from trioengine.core.types import FinishReason
 from trioengine.serve.body import KEEP_ALIVE
 from trioengine.serve.config import ServeConfig
+from trioengine.serve.connection import BEYOND_TIMEOUT
 from trioengine.testing.fuzz import shapes
 from trioengine.testing.fuzz.conversations import (
     Answer,
@@ -26,7 +27,7 @@ from trioengine.testing.fuzz.conversations import (
     reference,
 )
 from trioengine.testing.fuzz.faults import InjectedFaults, Life
-from trioengine.testing.fuzz.http_books import HttpBooks, Request, Use
+from trioengine.testing.fuzz.http_books import SERVED_BEYOND, HttpBooks, Request, Use
 from trioengine.testing.fuzz.shapes import ChatStream, Given, Head
 from trioengine.testing.simulated_peer import BUFFERED, PeerState, SimulatedPeer
 
@@ -130,7 +131,8 @@ class HttpClient(SimulatedPeer):
         self._unasked = b""
         self._spoilt = False  # it has sent bytes that are not a request
         self._is_last = False  # the server has announced that it closes the connection
-        self._answered_after = clock()  # when it sent the last request that was answered, or connected
+        self._connected_at = clock()
+        self._answered_after = self._connected_at  # when it sent the last request that was answered, or connected
         self._heard_at = clock()  # when bytes last came
         self._idle_since: float | None = None  # when it came to rest without a request
         self._full_since: tuple[int, float] | None = None  # bytes that wait for it, and since when
@@ -336,7 +338,8 @@ class HttpClient(SimulatedPeer):
         )
 
     def _judge(self, exchange: Exchange, head: Head) -> None:
-        if exchange.judge is not None and exchange.judge(head, exchange.body, exchange.life):
+        is_beyond = _is_beyond(exchange)
+        if exchange.judge is not None and not is_beyond and exchange.judge(head, exchange.body, exchange.life):
             shapes.check_head(head, head.value(b"content-type") or "", exchange.chosen_id)
             return
         if exchange.request.method == "HEAD":  # its error has no body
@@ -361,8 +364,10 @@ class HttpClient(SimulatedPeer):
             self._judge_answer(exchange, ask, given)
 
     def _judge_refusal(self, exchange: Exchange, head: Head, error: dict[str, Any]) -> None:
-        code = error["code"]
-        is_unread = self._spoilt or code == "too_many_connections"
+        code, is_unread = error["code"], self._spoilt
+        if code == "too_many_connections":
+            is_unread = head.value(b"x-request-id") != exchange.chosen_id
+            self._check_beyond(exchange, is_unread=is_unread)
         shapes.check_head(head, JSON, None if is_unread else exchange.chosen_id)
         if code in BEFORE_THE_HANDLER:
             assert self._books.is_reached(code, exchange.use, self.use), f"{exchange.request} is refused by {error}"
@@ -373,6 +378,15 @@ class HttpClient(SimulatedPeer):
             assert waits >= self._books.config.body_timeout, f"after {waits:g} s {exchange.request} gets {error}"
         else:
             self._judge_error(exchange, error, head.status)
+
+    def _check_beyond(self, exchange: Exchange, *, is_unread: bool) -> None:
+        """Check the refusal of a connection beyond the limit: of its first request, or because none came in time."""
+        if is_unread:
+            waits = self._clock() - self._connected_at
+            assert waits >= BEYOND_TIMEOUT, f"after {waits:g} s {exchange.request} is refused unread"
+        else:
+            path = exchange.request.target.partition("?")[0]
+            assert path not in SERVED_BEYOND, f"it is served beyond the limit, and refused: {exchange.request}"
 
     def _judge_error(self, exchange: Exchange, error: dict[str, Any], status: int = 0) -> None:
         """Judge an error of a chat completion, with its status unless its stream had begun."""
@@ -412,3 +426,10 @@ class HttpClient(SimulatedPeer):
     def _judge_part(self, ask: Ask, text: str) -> None:
         expected = ask.expected(self._max_model_len)
         assert expected.text.startswith(text), f"{text!r} is not part of the model's answer {expected.text!r}"
+
+
+def _is_beyond(exchange: Exchange) -> bool:
+    """Whether it is refused because its connection is beyond the limit."""
+    if exchange.status != 503 or not exchange.body:  # a HEAD has no body
+        return False
+    return bool(json.loads(exchange.body).get("error", {}).get("code") == "too_many_connections")
