@@ -70,6 +70,12 @@ def has_gone(connection: RealtimeConnection) -> bool:
     return connection._is_gone
 
 
+def outlines(connection: RealtimeConnection) -> list[tuple[str, str, int]]:
+    """The role, the text and the number of images of each item of a conversation."""
+    items = (connection._items._items[id] for id in connection._items._order)
+    return [(item.role.value, item.text, len(item.parts) - len(item.texts)) for item in items]
+
+
 def item_payloads(connection: RealtimeConnection) -> Iterator[Payload]:
     """The payloads of the images in a conversation."""
     return _payloads_in(item.message for item in connection._items._items.values())

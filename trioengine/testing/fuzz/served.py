@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, Literal
 
 from hypothesis import strategies as st
@@ -138,9 +138,20 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
     def _switch_or_update(self, how: Switch | Literal["update"]) -> None:
         if how != "update":
             self._switch(how)
+            self._excuse_suspended()
             return
         self.faults.begin(Harm.SLEEP)
+        self._excuse_suspended()
         self._call("update", functools.partial(self.engine.update_weights, TOY_PATH, mode="keep"), (TransitionFailed,))
+
+    def _begin_drain(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
+        super()._begin_drain(drain, timeout)
+        self._excuse_suspended()
+
+    def _excuse_suspended(self) -> None:
+        """A drain aborts the requests that a sleep or an update has suspended."""
+        if self.faults.closing and self.faults.lasts(Harm.SLEEP):
+            self.faults.begin(Harm.SHUTDOWN)
 
     async def _drain_server(self, timeout: float | None) -> bool:
         finished = await self.server.drain(timeout)
