@@ -300,6 +300,19 @@ FALSE_ALARMS = {
             ("advance", {"seconds": 1.0}),
         ],
     ),
+    "a drain during a sleep aborts a suspended request": (
+        "ClientMachine",
+        [
+            ("begin", {"ready": True, "sessions": 1, "turns": 0, "history": 0}),
+            ("ask_so", {"min_tokens": 0, "rounds": 0, **{name: A[name] for name in A if name != "ignore_eos"}}),
+            ("tick", {"passes": 3, "order": 0}),
+            ("flow", {"rounds": 4}),
+            ("tick", {"passes": 3, "order": 0}),
+            ("switch", {"how": "keep"}),
+            ("tick", {"passes": 1, "order": 0}),
+            ("outage", {"way": "drain"}),
+        ],
+    ),
     "no bytes arrive, and wake who waits for some": (
         "RealtimeMachine",
         [

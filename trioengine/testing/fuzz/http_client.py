@@ -26,7 +26,7 @@ from trioengine.testing.fuzz.conversations import (
     reference,
 )
 from trioengine.testing.fuzz.faults import InjectedFaults, Life
-from trioengine.testing.fuzz.http_books import HttpBooks, Request, Use
+from trioengine.testing.fuzz.http_books import KEYS, HttpBooks, Request, Use
 from trioengine.testing.fuzz.shapes import ChatStream, Given, Head
 from trioengine.testing.simulated_peer import BUFFERED, PeerState, SimulatedPeer
 
@@ -175,8 +175,8 @@ class HttpClient(SimulatedPeer):
         self._put(head + b"".join(bodies[:now]))
 
     def send_raw(self, data: bytes, judge: Judge, *, is_last: bool) -> None:
-        """Send the bytes of a request; `is_last`: the server is to close the connection after the response."""
-        request = Request("GET", repr(data), b"", self.key)
+        """Send the bytes of a request with the first key; `is_last`: the server closes the connection after it."""
+        request = Request("GET", repr(data), b"", KEYS[0])
         exchange = Exchange(
             Life(self._faults),
             request,

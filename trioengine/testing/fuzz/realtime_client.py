@@ -129,7 +129,7 @@ class RealtimeClient(SimulatedClient):
 
     def say(self, content: Content, *, previous: str | None = None, id: str | None = None) -> None:
         """Add an item of the user's, with this id, at the end or after another item; "root" is the beginning."""
-        place = {} if previous is None else {"previous_item_id": previous}
+        place: dict[str, Any] = {} if previous is None else {"previous_item_id": previous}
         named = {} if id is None else {"id": id}
         self.ask("conversation.item.create", item=_user_item(content) | named, **place).content = content
 
