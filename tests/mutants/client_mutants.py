@@ -11,6 +11,7 @@ from trioengine.client import connection as connections
 from trioengine.client import generation as generations
 from trioengine.client import session as sessions
 from trioengine.client.connection import Connection, Connections, Posts
+from trioengine.client.conversation import Conversation
 from trioengine.client.generation import RequestProxy, Stage
 from trioengine.core.errors import EngineAsleep, EngineOverloaded
 from trioengine.core.types import Usage
@@ -130,5 +131,11 @@ CLIENT_MUTANTS = (
         "a change of the engine's state is not reported",
         replaced(Connections, "report_state", _report_no_state),
         shows="hears",
+    ),
+    _mutant(
+        "F61",
+        "the part of an answer that its reader did not get stays at the server",
+        replaced(Conversation, "truncate", lambda _: lambda self, item_id, text_end: None),
+        shows="the client's history is|is not part of the model's answer|the model's is|counted wrongly",
     ),
 )

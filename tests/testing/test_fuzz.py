@@ -107,6 +107,7 @@ REACHED = {
         *(f"{how} a session with a request" for how in ("leave", "cancel", "end")),
         "a history is replaced in the middle of a request",
         "a resumed request resent its images",
+        "a session is given up while its history is sent",
         "an outbox is full",
     },
 }

@@ -29,6 +29,8 @@ _FAULTS = {  # our wording of those h11 messages that do not quote the client
     "Missing mandatory Host: header": "the request has no Host header",
     "conflicting Content-Length headers": "the request has different values of Content-Length",
     "bad Content-Length": "the Content-Length is not a number",
+    "Only Transfer-Encoding: chunked is supported": "the Transfer-Encoding must be chunked",
+    "multiple Transfer-Encoding headers": "the Transfer-Encoding must be chunked",
 }
 
 

@@ -31,12 +31,18 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Completion
 from trioengine.testing.fuzz import inside, inside_client
 from trioengine.testing.fuzz.callers import Oops, Reader, SessionHolder, partial_of
-from trioengine.testing.fuzz.conversations import Content, Turn, media_of, text_of
+from trioengine.testing.fuzz.conversations import LONG, Content, Turn, media_of, text_of
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.memory_peer import RemotePeer
 from trioengine.testing.simulated_peer import PeerState
 
 UNSEALED = "no memory for an image"  # in an error after `fail_system`
+HISTORIES: tuple[tuple[Turn, ...], ...] = (
+    (),
+    (("user", "a"), ("assistant", "b")),
+    tuple(("user" if number % 2 == 0 else "assistant", "a") for number in range(70)),  # too many to be sent at once
+    LONG,
+)
 UNANSWERED = "does not answer as trioengine does"  # in an error of a session that is being opened
 
 
@@ -218,6 +224,13 @@ class RemoteHolder(SessionHolder):
             finally:
                 self.left = True
         assert inside_client.is_closed(session), f"leaving waits until it is closed, and {session} is not"
+
+    def give_up(self) -> bool:
+        """Cancel the session unless it is open. Returns whether it was being opened, over a connection."""
+        if self.session is not None or self.over:
+            return False
+        self.scope.cancel()
+        return self.handle is not None and self.handle.id is not None
 
     def end(self) -> None:
         """End the session, also while it is opened."""

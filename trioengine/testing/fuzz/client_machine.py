@@ -18,6 +18,7 @@ from trioengine.serve.server import ABORT_TIMEOUT
 from trioengine.testing.fuzz import client_oracles, inside, inside_client, inside_payloads, inside_server
 from trioengine.testing.fuzz.callers import Style, latest_first
 from trioengine.testing.fuzz.client_callers import (
+    HISTORIES,
     LINE,
     Line,
     OneShot,
@@ -27,7 +28,7 @@ from trioengine.testing.fuzz.client_callers import (
     check_error,
     expect_aborts,
 )
-from trioengine.testing.fuzz.conversations import FILES, LONG, Turn, content_of, messages_of
+from trioengine.testing.fuzz.conversations import FILES, Turn, content_of, messages_of
 from trioengine.testing.fuzz.environment import Switch
 from trioengine.testing.fuzz.faults import Harm, Life
 from trioengine.testing.fuzz.oracles import check_worker
@@ -41,13 +42,7 @@ from trioengine.testing.simulated_peer import PeerState
 PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "")
 WAIT = st.sampled_from((None, True, False))
 TIMEOUT = st.sampled_from((None, None, 0.5, 8.0))
-ROUNDS = st.sampled_from((0, 0, 0, 6, 9))
-HISTORIES: tuple[tuple[Turn, ...], ...] = (
-    (),
-    (("user", "a"), ("assistant", "b")),
-    tuple(("user" if number % 2 == 0 else "assistant", "a") for number in range(70)),  # too many to be sent at once
-    LONG,
-)
+ROUNDS = st.sampled_from((0, 0, 0, 6, 9, 14, 20))
 UNPINGED, UNANSWERED = 19.0, 9.0  # seconds without bytes in which a connection, and a handshake, is not lost
 SQUEEZED = 3_000  # bytes, with which a conversation grows no more
 MOST = 4  # sessions and one-shots at once
@@ -96,16 +91,25 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
     # ---- programs -------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.num_callers < MOST)
-    @recorded(wait=WAIT, timeout=TIMEOUT, history=st.sampled_from((0, 0, 1, 2, 3)))
-    def open(self, wait: bool | None, timeout: float | None, history: int) -> None:
+    @recorded(
+        wait=WAIT,
+        timeout=TIMEOUT,
+        history=st.sampled_from((0, 0, 1, 2, 3)),
+        rounds=ROUNDS,
+        gives_up=st.sampled_from((False, False, True)),
+    )
+    def open(self, wait: bool | None, timeout: float | None, history: int, rounds: int, gives_up: bool) -> None:
         """A session; of a user of its own if there is none."""
         self._begin_user()
         self._open(wait, timeout, HISTORIES[history])
+        self._flow(rounds)
+        if gives_up and self.holders[-1].give_up():
+            self.coverage.saw("a session is given up while its history is sent")
 
     @precondition(lambda self: self.open_holders)
     @recorded(which=WHICH, max_tokens=st.sampled_from((1, 2, 5, 40)), reads=st.sampled_from((True, True, False)))
     def ask(self, which: int, max_tokens: int, reads: bool) -> None:
-        """A request."""
+        """A request, or another session where all are lost."""
         self._read(which, Style.ALL if reads else Style.STALLED, SamplingParams(max_tokens=max_tokens))
 
     @precondition(lambda self: self.open_holders)
@@ -114,7 +118,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         prompt=st.sampled_from(PROMPTS),
         stop=st.sampled_from(("", "e", "a b")),
         min_tokens=st.sampled_from((0, 0, 9)),
-        style=st.sampled_from([style.value for style in Style]),
+        style=st.sampled_from([style.value for style in (*Style, Style.FIRST)]),
         keep_partial=st.booleans(),
         timeout=TIMEOUT,
         wait=WAIT,
@@ -290,7 +294,11 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         wait: bool | None = True,
         media: str = "",
     ) -> None:
-        holder = pick(self.open_holders, which)
+        able_first = sorted(self.open_holders, key=lambda each: (not each.line.is_well, each.is_busy))
+        holder = pick(able_first, which)
+        if not which and not holder.line.is_well and self.num_callers < MOST:
+            self._open(True, None, ())
+            return
         label = pick(LABELS, len(self.readers))
         reader = RemoteReader(
             Life(self.faults), holder, prompt, params, style, keep_partial, timeout, wait, media, label
@@ -411,8 +419,10 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         may_wait = self.engine.power.asleep or inside.is_change_pending(self.engine)
         client_oracles.check_woken(self.running_readers if not may_wait else ())
         client_oracles.check_gone(self.callers)
+        items = {each.id: inside_server.outlines(each) for each in self.watch.connections}
         for holder in self.holders:
             client_oracles.check_nothing_left(holder)
+            client_oracles.check_same(holder, items)
             client_oracles.check_state(holder, SHOWN[self.engine.state])
 
     def _let_go(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -148,6 +148,15 @@ def check_nothing_left(holder: RemoteHolder) -> None:
     if holder.line.is_well and holder.session.end_cause is None:
         unanswered = inside_client.num_unanswered(holder.session)
         assert not unanswered, f"{unanswered} events of {holder.session} are never answered"
+
+
+def check_same(holder: RemoteHolder, items: Mapping[str, list[tuple[str, str, int]]]) -> None:
+    """At rest, and all calls of a session are over: the server has the client's conversation, and nothing more."""
+    if holder.session is None or holder.session.id is None or not (holder.is_open and holder.line.is_well):
+        return
+    if not holder.is_busy and all(_is_settled(reader) for reader in holder.readers):
+        history, at_server = inside_client.outlines(holder.session), items.get(str(holder.session.id))
+        assert history in (None, at_server), f"the client's history is {history}, the server has {at_server}"
 
 
 def check_woken(readers: Iterable[RemoteReader]) -> None:

@@ -27,7 +27,7 @@ from trioengine.testing.fuzz.conversations import (
     reference,
 )
 from trioengine.testing.fuzz.faults import InjectedFaults, Life
-from trioengine.testing.fuzz.http_books import SERVED_BEYOND, HttpBooks, Request, Use
+from trioengine.testing.fuzz.http_books import KEYS, SERVED_BEYOND, HttpBooks, Request, Use
 from trioengine.testing.fuzz.shapes import ChatStream, Given, Head
 from trioengine.testing.simulated_peer import BUFFERED, PeerState, SimulatedPeer
 
@@ -129,6 +129,7 @@ class HttpClient(SimulatedPeer):
         self._clock = clock
         self._exchanges: deque[Exchange] = deque()  # whose responses have not come whole
         self._unasked = b""
+        self._has_ended = False  # it has sent its last request
         self._spoilt = False  # it has sent bytes that are not a request
         self._is_last = False  # the server has announced that it closes the connection
         self._connected_at = clock()
@@ -175,6 +176,26 @@ class HttpClient(SimulatedPeer):
         exchange.unsent = b"".join(bodies[now:])
         self._put(head + b"".join(bodies[:now]))
 
+    def send_raw(self, data: bytes, judge: Judge, *, is_last: bool) -> None:
+        """Send the bytes of a request with the first key; `is_last`: the server closes the connection after it."""
+        request = Request("GET", repr(data), b"", KEYS[0])
+        exchange = Exchange(
+            Life(self._faults),
+            request,
+            self._books.sent(request, lambda: self.stream.closed),
+            "",
+            self._clock(),
+            judge=judge,
+            is_prompt=True,
+            is_continued=True,
+        )
+        exchange.protocol.send(h11.Request(method="GET", target="/", headers=[("host", "localhost")]))
+        exchange.protocol.send(h11.EndOfMessage())
+        self._exchanges.append(exchange)
+        self._has_ended |= is_last
+        self._idle_since = None
+        self._put(data)
+
     def _put(self, data: bytes) -> None:
         self.to_server.put(data)
 
@@ -210,7 +231,7 @@ class HttpClient(SimulatedPeer):
 
     @property
     def can_send(self) -> bool:
-        is_open = self.is_there and not (self.stream.is_over or self._spoilt or self._is_last)
+        is_open = self.is_there and not (self.stream.is_over or self._spoilt or self._is_last or self._has_ended)
         return is_open and not (self._exchanges and self._exchanges[-1].unsent)
 
     @property
@@ -229,7 +250,8 @@ class HttpClient(SimulatedPeer):
         self._check_reading(now, limits)
         if self._exchanges or not self.is_heard:
             self._idle_since = None
-        if not self.is_heard or self._spoilt or self._is_last:
+        assert not (self._is_last and self.is_heard), "the connection is not closed after the last response"
+        if not self.is_heard or self._spoilt:
             return
         if self._exchanges:
             self._check_first(self._exchanges[0], now, limits)
@@ -340,7 +362,7 @@ class HttpClient(SimulatedPeer):
     def _judge(self, exchange: Exchange, head: Head) -> None:
         is_beyond = _is_beyond(exchange)
         if exchange.judge is not None and not is_beyond and exchange.judge(head, exchange.body, exchange.life):
-            shapes.check_head(head, head.value(b"content-type") or "", exchange.chosen_id)
+            shapes.check_head(head, head.value(b"content-type") or "", exchange.chosen_id or None)
             return
         if exchange.request.method == "HEAD":  # its error has no body
             codes = ("too_many_connections", "too_many_sessions")
@@ -368,7 +390,7 @@ class HttpClient(SimulatedPeer):
         if code == "too_many_connections":
             is_unread = head.value(b"x-request-id") != exchange.chosen_id
             self._check_beyond(exchange, is_unread=is_unread)
-        shapes.check_head(head, JSON, None if is_unread else exchange.chosen_id)
+        shapes.check_head(head, JSON, None if is_unread else exchange.chosen_id or None)
         if code in BEFORE_THE_HANDLER:
             assert self._books.is_reached(code, exchange.use, self.use), f"{exchange.request} is refused by {error}"
         elif code == "bad_request":

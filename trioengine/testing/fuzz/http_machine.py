@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
+from trioengine.actors.power_change import PowerState
 from trioengine.core.lifecycle import Phase
 from trioengine.testing.fuzz import http_probes as probes
 from trioengine.testing.fuzz import inside, inside_server
@@ -17,6 +18,7 @@ from trioengine.testing.fuzz.faults import Harm, Life
 from trioengine.testing.fuzz.http_books import ADMIN_KEY, KEYS, HttpBooks, Request, Tally
 from trioengine.testing.fuzz.http_client import BEFORE_THE_HANDLER, FRAMINGS, Ask, HttpClient
 from trioengine.testing.fuzz.http_probes import PROBES, StateJudge
+from trioengine.testing.fuzz.http_raw import RAW
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.peers import WHICH
 from trioengine.testing.fuzz.program import pick, recorded
@@ -55,7 +57,8 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         super().__init__()
         self.books = HttpBooks(self.server.config, self.server.model_name)
         self.engine.observers.append(self.books)
-        self.state = StateJudge(self.faults)
+        self.state = StateJudge(self.faults, self._steady_state)
+        self._switches: list[Life] = []  # of operators' requests, until they are answered
 
     @recorded(initialize, ready=st.sampled_from((True, True, True, False)), clients=st.integers(1, 2))
     def begin(self, ready: bool, clients: int) -> None:
@@ -120,15 +123,19 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         pick([client for client in self.targets if client.has_unsent], which).send_rest()
 
     @precondition(lambda self: self.has_speakers)
-    @recorded(which=WHICH, name=st.sampled_from(tuple(PROBES)))
+    @recorded(which=WHICH, name=st.sampled_from((*PROBES, *RAW)))
     def probe(self, which: int, name: str) -> None:
         """A request that is answered at once, or refused because a part of it is wrong."""
+        if name in RAW:
+            raw = RAW[name]
+            pick(self.speakers, which).send_raw(raw.data, raw.judge, is_last=raw.closes)
+            return
         probe = PROBES[name]
         judge = probe.judge if self.served else probe.judge_early
         pick(self.speakers, which).request(probe.request, judge)
 
     @precondition(lambda self: self.has_speakers)
-    @recorded(which=WHICH, what=st.sampled_from(("metrics", "metrics", "health", "ready", "invariants")))
+    @recorded(which=WHICH, what=st.sampled_from(("metrics", "metrics", "health", "ready", "sleeping", "invariants")))
     def observe(self, which: int, what: str) -> None:
         """A request for the state of the engine."""
         client, state = pick(self.speakers, which), self.state
@@ -137,6 +144,8 @@ class HttpMachine(ServedEnvironment[HttpClient]):
                 client.request(probes.HEALTH, state.health)
             case "ready":
                 client.request(probes.READY, state.ready)
+            case "sleeping":
+                client.request(probes.SLEEPING, state.sleeping)
             case "metrics":
                 client.request(probes.SCRAPE, state.scraping())
             case "invariants":
@@ -158,12 +167,13 @@ class HttpMachine(ServedEnvironment[HttpClient]):
             self._flow(rounds)
 
     @precondition(lambda self: bool(self.speakers and inside_server.request_ids(self.server)))
-    @recorded(which=WHICH, request=WHICH, rounds=st.sampled_from((0, 6, 9)))
+    @recorded(which=WHICH, request=st.sampled_from((0, 0, 1, 2, -1)), rounds=st.sampled_from((0, 6, 9)))
     def abort(self, which: int, request: int, rounds: int) -> None:
-        """An operator ends a request by its id; it may be over when that arrives."""
+        """An operator ends a request by its id, or all; they may be over when that arrives."""
         idle = [client for client in self.speakers if not client.is_active]
-        fields = {"request_id": pick(inside_server.request_ids(self.server), request)}
-        pick(idle or self.speakers, which).request(_operation("/abort_request", fields), _judge_abort)
+        ids = inside_server.request_ids(self.server)
+        fields: dict[str, Any] = {"abort_all": True} if request < 0 else {"request_id": pick(ids, request)}
+        pick(idle or self.speakers, which).request(_operation("/abort_request", fields), self._judge_abort)
         if rounds:
             self._flow(rounds)
 
@@ -173,7 +183,9 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         """An operator puts the engine to sleep, or wakes it, and may not wait for the answer."""
         self._excuse_sleep()
         idle = [client for client in self.speakers if not client.is_active]
-        judge = functools.partial(self._judge_switch, how)
+        change = Life(self.faults)
+        self._switches.append(change)
+        judge = functools.partial(self._judge_switch, how, change)
         pick(idle or self.speakers, which).request(_operation(how, {}), judge, is_prompt=False)
         if rounds:
             self._flow(rounds)
@@ -192,9 +204,29 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         super()._make_room()
         self.books.max_bytes = self.max_buffered_bytes_with_pictures
 
-    def _judge_switch(self, target: str, head: Head, body: bytes, life: Life) -> bool:
+    def _judge_abort(self, head: Head, body: bytes, life: Life) -> bool:
+        """Each answer has the number of one call."""
+        if head.status != 200:
+            return False
+        found = has_fields(json.loads(body), ("aborted",), "the answer to an abort")
+        numbers = self.watch.num_aborted
+        numbers[found["aborted"]] -= 1
+        assert min(numbers.values()) >= 0, f"an abort is answered by {found}"
+        return True
+
+    def _steady_state(self, life: Life, change: Life | None = None) -> PowerState | None:
+        """The engine's state, unless something may have changed it since this life began, other than this change."""
+        is_steady = all(each is change or each.ended < life.began for each in self._switches)
+        is_troubled = self.faults.hit(life, Harm.CLOSING, Harm.WORKERS) or not self.served
+        return None if is_troubled or not is_steady else self.engine.power
+
+    def _judge_switch(self, target: str, change: Life, head: Head, body: bytes, life: Life) -> bool:
+        change.end()
         if head.status == 200:
-            probes.check_state(json.loads(body))
+            found = json.loads(body)
+            probes.check_state(found)
+            if self._steady_state(life, change) is not None:
+                probes.check_changed(found, target)
             return True
         error = check_problem(json.loads(body)["error"], head)
         if error["code"] in BEFORE_THE_HANDLER:
@@ -220,6 +252,8 @@ class HttpMachine(ServedEnvironment[HttpClient]):
 
     def _check(self) -> None:
         super()._check()
+        if self._is_sleep_over:
+            self._switches.clear()
         if self.is_well:
             for client in self.clients:
                 client.check_kept()
@@ -245,11 +279,3 @@ class HttpMachine(ServedEnvironment[HttpClient]):
 
 def _operation(target: str, fields: dict[str, Any]) -> Request:
     return Request("POST", target, json.dumps(fields).encode(), ADMIN_KEY)
-
-
-def _judge_abort(head: Head, body: bytes, life: Life) -> bool:
-    if head.status != 200:
-        return False
-    found = has_fields(json.loads(body), ("aborted",), "the answer to an abort")
-    assert found["aborted"] >= 0, f"an abort is answered by {found}"
-    return True

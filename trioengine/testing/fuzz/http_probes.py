@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trioengine import __version__
+from trioengine.actors.power_change import PowerState
 from trioengine.testing.fuzz import shapes
 from trioengine.testing.fuzz.conversations import prompt_ids
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
@@ -105,6 +106,20 @@ def check_state(found: Any) -> None:
     assert set(found["tags"]) <= {"kv_cache", "weights"} and found["weight_version"] == 1, f"the state is {found}"
 
 
+def check_changed(found: Mapping[str, Any], target: str) -> None:
+    """The state after this change, when there was no other."""
+    path, _, query = target.partition("?")
+    tags, power = found["tags"], found["power"]
+    if path == "/sleep":
+        level = 2 if "level=2" in query else 1
+        assert (tags, found["level"]) == (["kv_cache", "weights"], level), f"after {target} the state is {found}"
+    elif "tags=" in query:
+        assert query.partition("tags=")[2] not in tags, f"after {target} the state is {found}"
+    else:
+        assert set(tags) <= ({"weights"} if "reload=false" in query else set()), f"after {target} the state is {found}"
+    assert power == ("asleep" if tags else "awake"), f"after {target} the state is {found}"
+
+
 def _bad(body: object, code: str, param: str | None, **more: Any) -> Probe:
     return _post(CHAT, body, **{"status": 400, "code": code, "param": param, **more})
 
@@ -125,7 +140,6 @@ PROBES: Mapping[str, Probe] = {
     "models": _get("/v1/models", check=_check_models),
     "model": _get("/v1/models/toy", check=_check_model),
     "another model": _get("/v1/models/other", status=404, code="model_not_found", param="model"),
-    "is_sleeping": _get("/is_sleeping", ADMIN_KEY, check=check_state),
     "head": Probe(Request("HEAD", "/v1/models", b"", KEYS[0])),
     "options": Probe(
         Request("OPTIONS", "/v1/models", b"", KEYS[0]), 405, "method_not_allowed", headers={b"allow": "GET, HEAD"}
@@ -177,15 +191,20 @@ PROBES: Mapping[str, Probe] = {
 # ---- the state of the engine ----------------------------------------------------------------------------------------
 
 HEALTH, READY, SCRAPE = Request("GET", "/health"), Request("GET", "/ready"), Request("GET", "/metrics", b"", KEYS[0])
+SLEEPING = Request("GET", "/is_sleeping", b"", ADMIN_KEY)
 INVARIANTS = Request("GET", "/debug/invariants", b"", ADMIN_KEY)
 
 
 class StateJudge:
-    """Judges the state that one server reports; `last` are the metrics of the latest scrape."""
+    """Judges the state that one server reports; `last` are the metrics of the latest scrape.
 
-    def __init__(self, faults: InjectedFaults) -> None:
+    `steady` returns the engine's state if nothing may have changed it since a life began.
+    """
+
+    def __init__(self, faults: InjectedFaults, steady: Callable[[Life], PowerState | None]) -> None:
         self.last: Metrics | None = None
         self._faults = faults
+        self._steady = steady
 
     def health(self, head: Head, body: bytes, life: Life) -> bool:
         shapes.check_head(head, JSON, None)
@@ -201,6 +220,21 @@ class StateJudge:
         assert (head.status == 200) == (state == "awake"), f"the readiness is {head.status} {state}"
         harms = STATES[state]
         assert not harms or self._faults.hit(life, *harms), f"nothing has happened, and the engine is {state}"
+        if (steady := self._steady(life)) is not None:
+            due = "asleep" if steady.asleep else "awake"
+            assert state == due, f"the engine is {steady}, and its readiness {state}"
+        return True
+
+    def sleeping(self, head: Head, body: bytes, life: Life) -> bool:
+        if head.status != 200:
+            return False
+        shapes.check_head(head, JSON, None)
+        found = json.loads(body)
+        check_state(found)
+        if (steady := self._steady(life)) is not None:
+            told = found["tags"], found["level"]
+            due = sorted(tag.value for tag in steady.asleep), steady.level
+            assert told == due, f"asleep are {due}, and the state is {found}"
         return True
 
     def invariants(self, head: Head, body: bytes, life: Life) -> bool:

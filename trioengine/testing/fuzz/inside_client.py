@@ -38,6 +38,22 @@ def num_unanswered(session: object) -> int:
     return len(posts._unsent) + len(posts._unanswered)
 
 
+def outlines(session: object) -> list[tuple[str, str, int]] | None:
+    """The role, the text and the number of images of each message; None if the server has refused some."""
+    conversation = _proxy(session).conversation
+    if conversation._refusal is not None:
+        return None
+    parts = [(message["role"], _parts_of(message["content"])) for message in conversation.messages]
+    return [(role, "".join(texts), num_images) for role, (texts, num_images) in parts]
+
+
+def _parts_of(content: Any) -> tuple[list[str], int]:
+    if isinstance(content, str):
+        return [content], 0
+    texts = [part["text"] for part in content if part["type"] == "text"]
+    return texts, len(content) - len(texts)
+
+
 def is_closed(session: object) -> bool:
     """Whether the session has no connection, or its connection is closed."""
     over = _proxy(session).connection._over

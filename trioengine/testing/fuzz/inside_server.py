@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.payload import Payload
+from trioengine.core.types import Cause
 from trioengine.serve import ids
 from trioengine.serve.errors import OverBudget
 from trioengine.serve.limits import ByteBudget, ConnectionSlot, InFlight
@@ -24,6 +26,7 @@ from trioengine.serve.realtime.response import Response as Response
 from trioengine.serve.realtime.response import ResponseStatus
 from trioengine.serve.server import Server
 from trioengine.testing.fuzz import inside, inside_payloads
+from trioengine.testing.fuzz.oracles import all_going
 from trioengine.text.chat_tokenizer import image_parts
 
 BETWEEN = 1024  # characters of other events, at most, between a check for room and a text
@@ -68,6 +71,12 @@ def request_ids(server: Server) -> list[str]:
 def has_gone(connection: RealtimeConnection) -> bool:
     """Whether the client of a connection has gone."""
     return connection._is_gone
+
+
+def outlines(connection: RealtimeConnection) -> list[tuple[str, str, int]]:
+    """The role, the text and the number of images of each item of a conversation."""
+    items = (connection._items._items[id] for id in connection._items._order)
+    return [(item.role.value, item.text, len(item.parts) - len(item.texts)) for item in items]
 
 
 def item_payloads(connection: RealtimeConnection) -> Iterator[Payload]:
@@ -123,6 +132,9 @@ class ServerEvents:
     def aborted_by_id(self, generations: list[Generation], due: int, aborted: int) -> None:
         """An operator has aborted these; `due` of them had no outcome and were not aborted, `aborted` is the answer."""
 
+    def all_aborted(self, due: int, aborted: int) -> None:
+        """All requests were aborted; `due` of them had no outcome and were not aborted, `aborted` is the answer."""
+
     def connection_opened(self, connection: RealtimeConnection) -> None:
         """A Realtime connection begins."""
 
@@ -149,6 +161,7 @@ def tapped(events: ServerEvents, *, room: int, at_once: int) -> Iterator[None]:
         (ConnectionSlot, "displace", inside.before(lambda _: events.connection_displaced())),
         (ByteBudget, "check_room", lambda check: _check_room(events, check)),
         (InFlight, "abort", lambda abort: _abort(events, abort)),
+        (Engine, "abort_all", lambda abort_all: _abort_all(events, abort_all)),
         (RealtimeConnection, "run", lambda run: _run(events, run)),
         (RealtimeConnection, "_act", lambda act: _act(events, act)),
         (RealtimeConnection, "_give_up", inside.before(lambda *_: events.message_dropped())),
@@ -202,6 +215,17 @@ def _abort(events: ServerEvents, abort: Any) -> Any:
         )
         aborted: int = abort(in_flight, id)
         events.aborted_by_id(generations, due, aborted)
+        return aborted
+
+    return tap
+
+
+def _abort_all(events: ServerEvents, abort_all: Any) -> Any:
+    def tap(engine: Engine, *cause: Cause, keep_waiting: bool = False) -> int:
+        due = len(all_going(engine, with_waiting=not keep_waiting))
+        aborted: int = abort_all(engine, *cause, keep_waiting=keep_waiting)
+        if not cause:  # with one the server ends
+            events.all_aborted(due, aborted)
         return aborted
 
     return tap

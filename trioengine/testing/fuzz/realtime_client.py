@@ -127,10 +127,24 @@ class RealtimeClient(SimulatedClient):
         if name == "response.create":
             owed.asked = Asked(0)
 
-    def say(self, content: Content, *, first: bool = False) -> None:
-        """Add an item of the user's, at the end or at the beginning."""
-        place: dict[str, Any] = {"previous_item_id": "root"} if first else {}
-        self.ask("conversation.item.create", item=_user_item(content), **place).content = content
+    def say(self, content: Content, *, previous: str | None = None, id: str | None = None) -> None:
+        """Add an item of the user's, with this id, at the end or after another item; "root" is the beginning."""
+        place: dict[str, Any] = {} if previous is None else {"previous_item_id": previous}
+        named = {} if id is None else {"id": id}
+        self.ask("conversation.item.create", item=_user_item(content) | named, **place).content = content
+
+    def refer(self) -> None:
+        """A response beside the conversation, to its middle item alone."""
+        asked = Asked(20, is_beside=True, reference=self.middle)
+        items = [{"type": "item_reference", "id": self.middle}]
+        response = {"max_output_tokens": 20, "conversation": "none", "input": items}
+        self.ask("response.create", response=response).asked = asked
+
+    @property
+    def middle(self) -> str:
+        """The item in the middle of the conversation, of those of the user."""
+        of_user = [id for id in self.order if self.items[id][0] == "user"]
+        return of_user[len(of_user) // 2] if of_user else "none"
 
     def respond(self, max_tokens: int, metadata: dict[str, str] | None = None) -> None:
         self._create(Asked(max_tokens, metadata=metadata))
@@ -259,7 +273,8 @@ class RealtimeClient(SimulatedClient):
 
     def _update(self, owed: Owed, session: dict[str, Any]) -> None:
         for name, value in owed.fields["session"].items():
-            assert session[name] == value, f"{name} was set to {value!r}, and is {session[name]!r}"
+            due = "" if name == "instructions" and value is None else value
+            assert session[name] == due, f"{name} was set to {value!r}, and is {session[name]!r}"
         self.instructions = session["instructions"]
         self.truncation = session["truncation"]
 
@@ -307,6 +322,12 @@ class RealtimeClient(SimulatedClient):
                 return not self._turns()
             case "response.create", "conversation_too_large":
                 return self._size() + 1 > self._config.max_conversation_size
+            case "response.create", "item_not_found":
+                return owed.asked is not None and owed.asked.reference not in (None, *self.items)
+            case "conversation.item.create", "item_not_found":
+                return owed.fields.get("previous_item_id") not in ("root", None, *self.items)
+            case "conversation.item.create", "duplicate_item":
+                return owed.fields["item"].get("id") in self.items
             case "conversation.item.create", "conversation_too_large":
                 return self._size() + _size_of(owed.content) > self._config.max_conversation_size
             case _, "item_not_found":
@@ -333,7 +354,9 @@ class RealtimeClient(SimulatedClient):
         due = self.order[-1] if self.order else None
         if item["role"] == "user":
             owed = self._answered("conversation.item.create")
-            content, due = owed.content, None if "previous_item_id" in owed.fields else due
+            content, place = owed.content, owed.fields.get("previous_item_id", due)
+            due = None if place == "root" else place
+            assert item["id"] == owed.fields["item"].get("id", item["id"]), f"{owed.fields} is answered by {event}"
             size = self._size() + _size_of(content)
             assert size <= self._config.max_conversation_size, f"an item is added to a conversation of {size} bytes"
         else:
@@ -373,8 +396,9 @@ class RealtimeClient(SimulatedClient):
         assert asked.is_beside == (response["conversation_id"] is None), f"{id} belongs elsewhere: {response}"
         self._num_beside += asked.is_beside
         turns = self._turns()
-        if asked.input is not None:
-            turns = (*([("system", self.instructions)] if self.instructions else ()), *asked.input)
+        given = asked.input if asked.reference is None else (self.items[asked.reference],)
+        if given is not None:
+            turns = (*([("system", self.instructions)] if self.instructions else ()), *given)
         self.responses[id] = FollowedResponse(
             response,
             owed.id,

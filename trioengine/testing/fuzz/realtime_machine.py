@@ -26,6 +26,7 @@ TOKENS = st.sampled_from((1, 3, 20))
 SENDS = (
     *("cancel", "cancel", "respond", "say", "delete", "instruct", "odd", "ping"),
     *("cancel by id", "truncate", "cancel beside", "cancel beside", "say first", "retrieve", "truncate more"),
+    *("say between", "say twice", "refer", "forget"),
 )
 LONG = 10_500  # bytes of a message that is dropped where there are items
 
@@ -128,7 +129,16 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
             case "say":
                 client.say("hi")
             case "say first":
-                client.say("hi", first=True)
+                client.say("hi", previous="root")
+            case "say between":
+                client.say("or", previous=client.middle)
+            case "say twice":  # only one can have this id
+                client.say("hi", id="own")
+                client.say("be", id="own")
+            case "refer":
+                client.refer()
+            case "forget":
+                client.ask("session.update", session={"type": "realtime", "instructions": None})
             case "retrieve":
                 client.ask("conversation.item.retrieve", item_id=client.order[-1] if client.order else "none")
             case "delete":

@@ -28,6 +28,7 @@ class Asked:
     max_tokens: int
     is_beside: bool = False  # it belongs to no conversation
     input: tuple[Turn, ...] | None = None  # in place of the conversation
+    reference: str | None = None  # to an item, in place of the conversation
     may_be_cancelled: bool = False
     metadata: dict[str, str] | None = None
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, Literal
 
 from hypothesis import strategies as st
@@ -38,6 +39,7 @@ class ServerWatch(inside_server.ServerEvents):
 
     def __init__(self, crashes: list[Exception], saw: Callable[[str], None], faults: InjectedFaults) -> None:
         self.connections: list[RealtimeConnection] = []  # that are not over
+        self.num_aborted: Counter[int] = Counter()  # answers to operators, by how many requests they have aborted
         self._crashes = crashes
         self._saw = saw
         self._faults = faults
@@ -59,9 +61,17 @@ class ServerWatch(inside_server.ServerEvents):
             self._complain(f"an operator got {aborted} for {generations}")
         for generation in filter(inside.is_going, generations):
             self._complain(f"an operator has aborted it, and it goes on: {inside.session_of(generation)}")
+        self.num_aborted[aborted] += 1
         if aborted:
             self._faults.strike(Harm.OPERATORS)
         self._saw("an operator aborts a request" if aborted else "an operator aborts a request that is over")
+
+    def all_aborted(self, due: int, aborted: int) -> None:
+        """Complain unless all that went on are counted."""
+        self._faults.strike(Harm.ABORT_ALL)
+        self.num_aborted[aborted] += 1
+        if aborted != due:
+            self._complain(f"abort_all() returned {aborted}, and {due} were going")
 
     def connection_opened(self, connection: RealtimeConnection) -> None:
         self.connections.append(connection)

@@ -27,6 +27,7 @@ _CODES: Mapping[tuple[int, str], tuple[str, ...]] = {  # of errors, by status an
     (426, INVALID): ("upgrade_required",),
     (429, RATE): ("overloaded", "too_many_sessions", "key_buffers_full"),
     (431, INVALID): ("head_too_large",),
+    (501, INVALID): ("bad_request",),
     (500, SERVER): ("aborted", "abort_all", "sampling_failed"),
     (503, SERVER): (
         *("asleep", "sleep", "overloaded", "worker_lost", "shutting_down", "shutdown"),
