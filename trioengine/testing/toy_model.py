@@ -230,6 +230,7 @@ class ToyRunner:
         self.asleep: frozenset[Tag] = frozenset()
         self.fail_requests: set[int] = set()  # these fail alone, at their next token
         self.poisoned: Mapping[int, int] = {}  # requests, and how many tokens they get before it crashes
+        self.arrivals: Mapping[int, bool] = {}  # requests in order, and whether they have images
         self.fail_wakes = 0  # so many of the next ones
 
     def load(self, path: str, asleep: frozenset[Tag]) -> None:
@@ -266,7 +267,7 @@ class ToyRunner:
                 raise Crash
         weights = self._weights
         assert weights is not None, "a forward pass without weights"
-        began = self._watch.take(output)
+        began = self._watch.take(output, self.arrivals)
         self._copy(output.copies)
         for entry in began:
             self._check_prefix(entry.sequence, weights)

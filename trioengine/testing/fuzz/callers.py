@@ -44,7 +44,7 @@ class Style(enum.Enum):
     RESULT = "result"  # `await generation.result()`
     FIRST = "first"  # leaves after the first chunk
     NONE = "none"  # leaves at once
-    STALLED = "stalled"  # reads nothing until `go_on` is set
+    STALLED = "stalled"  # reads nothing until `go_on` is set, and then as one that TRIES
     RAISES = "raises"  # its body raises after the first chunk
     TRIES = "tries"  # every other read is cancelled
 
@@ -228,7 +228,7 @@ class Reader:
         self._check_sum(generation)
 
     async def _next(self, generation: Generation) -> Chunk | None:
-        if self.style is Style.TRIES:
+        if self.style in (Style.TRIES, Style.STALLED):
             with trio.CancelScope() as scope:
                 scope.cancel()
                 await anext(generation, None)

@@ -16,7 +16,7 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.observer import Observer, Slot
 from trioengine.actors.power_change import PowerState
 from trioengine.core.errors import EngineAsleep, TransitionFailed
-from trioengine.core.lifecycle import Phase, Power, PowerEvent, PowerStage
+from trioengine.core.lifecycle import Attachment, Event, Phase, Power, PowerEvent, PowerStage
 from trioengine.core.power import ALL_TAGS, Tag, TagName
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz import inside
@@ -32,6 +32,7 @@ from trioengine.testing.simulated_worker import Health
 from trioengine.testing.toy_model import TOY_PATH
 
 CLOSING = ("sleep", "update")  # changes that close the gate until they are done
+SUSPENDING = (PowerStage.FALLING_ASLEEP, PowerStage.RETIRING, PowerStage.ASLEEP, PowerStage.UPDATING_ASLEEP)
 UNFIT = ("other", "misshapen")  # paths at which no weights of the model lie
 
 
@@ -411,6 +412,12 @@ class _Admissions(Observer):
         self._machine._learn()
         if self._machine.changes.is_closed:
             self._complain(f"{self._machine.engine.power} admits {id}")
+
+    def session_moved(self, actor: object, phase: Phase, attachment: Attachment, event: Event) -> None:
+        """Complain if a suspended request goes on before a change ends that has suspended all of them."""
+        stage = inside.stage(self._machine.engine)
+        if event is Event.RESUME and phase is Phase.SUSPENDED and stage in SUSPENDING:
+            self._complain(f"the engine is {stage.value}, and a request goes on: {actor}")
 
     def slot_refused(self, slot: Slot, error: Exception) -> None:
         if not isinstance(error, EngineAsleep):
