@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import takewhile
 
 from trioengine.worker.scheduling.sequence import (
     Limits,
@@ -86,10 +85,12 @@ class StepWatch:
     def _check_order(self, began: Iterable[ScheduledSequence], arrivals: Mapping[int, bool]) -> None:
         """No sequence begins before one that came earlier, and that waits for nothing but its turn."""
         running = {sequence.request for sequence in self._live}
-        for entry in began:
-            earlier = takewhile(lambda request: request != entry.sequence.request, arrivals)
-            overtaken = [request for request in earlier if not arrivals[request] and request not in running]
-            assert not overtaken, f"request {entry.sequence.request} begins before {overtaken}, which came earlier"
+        beginning = {entry.sequence.request for entry in began}
+        overtaken: list[int] = []
+        for request, has_images in arrivals.items():
+            assert request not in beginning or not overtaken, f"request {request} begins before {overtaken}"
+            if not has_images and request not in running:
+                overtaken.append(request)
 
     def _check_starved(self) -> None:
         for sequence, (latest, _) in self._live.items():

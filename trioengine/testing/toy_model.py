@@ -231,6 +231,7 @@ class ToyRunner:
         self.fail_requests: set[int] = set()  # these fail alone, at their next token
         self.poisoned: Mapping[int, int] = {}  # requests, and how many tokens they get before it crashes
         self.arrivals: Mapping[int, bool] = {}  # requests in order, and whether they have images
+        self.num_steps = self.num_computed = 0  # steps that were computed, and their tokens
         self.fail_wakes = 0  # so many of the next ones
 
     def load(self, path: str, asleep: frozenset[Tag]) -> None:
@@ -295,6 +296,8 @@ class ToyRunner:
             values = array("L", [self._slots[slot] for slot in slots])
             token_id, top = toy_next(values), sequence.params.logprobs
             sampled.append(sequence.row(token_id, None if top is None else toy_logprobs(token_id, top)))
+        self.num_steps += 1
+        self.num_computed += output.num_tokens
         return sampled
 
     def _begin(self, sequence: Sequence) -> None:

@@ -220,12 +220,14 @@ class Reader:
             return
         while (chunk := await self._next(generation)) is not None:
             self.chunks.append(chunk)
+            assert chunk.text or chunk.token_ids, "an empty chunk"
             if self.style is Style.FIRST:
                 return
             if self.style is Style.RAISES:
                 raise Oops
         assert not inside.is_timed_out(generation), "its timeout has ended it, and no error was raised"
         self._check_sum(generation)
+        assert await anext(generation, None) is None, "it was read to its end, and there is more"
 
     async def _next(self, generation: Generation) -> Chunk | None:
         if self.style in (Style.TRIES, Style.STALLED):

@@ -127,19 +127,22 @@ class EngineMachine(SessionsMachine):
         start=st.integers(0, 8),
         length=st.integers(0, 4),
         more=st.sampled_from((None, None, -1, 0, 1)),
+        other=st.sampled_from((None, None, -1, 0, 1)),
         style=st.sampled_from([style.value for style in Style]),
     )
-    def ask_to_stop(self, which: int, start: int, length: int, more: int | None, style: str) -> None:
+    def ask_to_stop(self, which: int, start: int, length: int, more: int | None, other: int | None, style: str) -> None:
         """A stop string that occurs in the answer, where the conversation does not change before.
 
         Its characters come in different chunks. `more`: by how many the least tokens are more than those to its end.
+        `other`: a second stop string, which begins after the first one, ends by so much later.
         """
         min_tokens = 0 if more is None else min(max(start + length + more, 0), 12)
         params = SamplingParams(max_tokens=12, min_tokens=min_tokens)
         reader = self._read(which, Style(style), params, prompt="b")
         prompt, _ = asked(reader, committed(reader.holder))
-        text = reference(prompt_ids(prompt), 12).text[start : start + length]
-        reader.params = replace(reader.params, stop=(text,) if text else ())
+        text, end = reference(prompt_ids(prompt), 12).text, start + length
+        others = () if other is None else (text[start + 1 : end + other],)
+        reader.params = replace(reader.params, stop=tuple(filter(None, (*others, text[start:end]))))
 
     @precondition(lambda self: self.shows and self.open_holders)
     @recorded(
@@ -229,12 +232,23 @@ class EngineMachine(SessionsMachine):
         self._open(wait, timeout, committed(lender), lender.session.history)
 
     @precondition(lambda self: self.shows)
-    @recorded(sessions=st.integers(2, 4), first=st.integers(0, 2), wait=st.booleans())
-    def open_many(self, sessions: int, first: int, wait: bool) -> None:
-        """Sessions that begin with pictures, at once: together more than there is room for, and some have only one."""
+    @recorded(
+        sessions=st.integers(2, 4),
+        first=st.integers(0, 2),
+        wait=st.booleans(),
+        passes=st.sampled_from((0, 0, 1, 2, 3, 4, 5, 6)),
+    )
+    def open_many(self, sessions: int, first: int, wait: bool, passes: int) -> None:
+        """Sessions that begin with pictures, at once: together more than there is room for, and some have only one.
+
+        After so many passes the second one leaves, unless they are 0.
+        """
         for number in range(first, first + sessions):
             history: tuple[Turn, ...] = (("user", content_of(CROWD[number % len(CROWD)], "a")),)
             self._open(wait, None, history, messages_of(history))
+        if passes:
+            self.loop.tick(passes)
+            self.holders[1 - sessions].scope.cancel()
 
     @precondition(lambda self: self.worker is not None and any(not holder.is_busy for holder in self.open_holders))
     @recorded(which=st.integers(0, 2), what=st.sampled_from(("abort", "cancel", "end")))

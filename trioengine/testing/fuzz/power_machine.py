@@ -16,7 +16,7 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.observer import Observer, Slot
 from trioengine.actors.power_change import PowerState
 from trioengine.core.errors import EngineAsleep, TransitionFailed
-from trioengine.core.lifecycle import Attachment, Event, Phase, Power, PowerEvent, PowerStage
+from trioengine.core.lifecycle import Phase, Power, PowerEvent, PowerStage
 from trioengine.core.power import ALL_TAGS, Tag, TagName
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz import inside
@@ -32,7 +32,10 @@ from trioengine.testing.simulated_worker import Health
 from trioengine.testing.toy_model import TOY_PATH
 
 CLOSING = ("sleep", "update")  # changes that close the gate until they are done
-SUSPENDING = (PowerStage.FALLING_ASLEEP, PowerStage.RETIRING, PowerStage.ASLEEP, PowerStage.UPDATING_ASLEEP)
+QUIET = (  # stages in which no request runs
+    *(PowerStage.FALLING_ASLEEP, PowerStage.RETIRING, PowerStage.ASLEEP),
+    *(PowerStage.UPDATING_ASLEEP, PowerStage.WAKING, PowerStage.UPDATING),
+)
 UNFIT = ("other", "misshapen")  # paths at which no weights of the model lie
 
 
@@ -178,6 +181,8 @@ SUSPENDED = (
     "kill",
 )  # ways to go on, or not
 CHANGES = ("sleep", "wake", "update")  # calls
+DEATHS = 2  # without a token between them, which make a request a suspect
+ROUNDS_TO_DIE = 40  # so often
 ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
 
 
@@ -224,6 +229,9 @@ class PowerMachine(EngineMachine):
 
     @recorded(path=st.sampled_from(("new", TOY_PATH, *UNFIT)), mode=MODES)
     def update(self, path: str, mode: str) -> None:
+        self._update(path, mode)
+
+    def _update(self, path: str, mode: str) -> None:
         timeout = self._excuse_aborts(mode)
         call = functools.partial(self.engine.update_weights, path, mode=_name(mode), timeout=timeout)
         self._change("update", call, path, mode=mode.split()[0], timeout=timeout)
@@ -264,9 +272,18 @@ class PowerMachine(EngineMachine):
         self.faults.begin(Harm.WAKES)
 
     @precondition(lambda self: self.open_holders)
-    @recorded(which=WHICH, others=st.integers(0, 1), num_tokens=st.sampled_from((0, 0, 1, 3)))
-    def ask_for_death(self, which: int, others: int, num_tokens: int) -> None:
-        """A request that kills each worker which computes more than so many tokens of it, maybe after a good one."""
+    @recorded(
+        which=WHICH,
+        others=st.integers(0, 1),
+        num_tokens=st.sampled_from((0, 0, 1, 3)),
+        rounds=st.sampled_from((0, 0, 0, 1, 2, 4, 6)),
+        change=st.sampled_from(("sleep", "update")),
+    )
+    def ask_for_death(self, which: int, others: int, num_tokens: int, rounds: int, change: str) -> None:
+        """A request that kills each worker which computes more than so many tokens of it, maybe after a good one.
+
+        Unless the rounds are 0, the engine changes so many rounds after the third worker is READY.
+        """
         for _ in range(others + 1):
             if self.open_holders:  # the engine may give up meanwhile
                 self._read(which, Style.ALL, SamplingParams(max_tokens=5))
@@ -275,6 +292,22 @@ class PowerMachine(EngineMachine):
         if generation is not None and self.readers[-1].entered:
             self.faults.begin(Harm.WORKERS)
             self.simulation.poisoned[generation.request_id] = num_tokens
+            if rounds:
+                self._change_after_deaths(rounds, change)
+
+    def _change_after_deaths(self, rounds: int, change: str) -> None:
+        num_workers = len(self.simulation.workers) + DEATHS
+        for _ in range(ROUNDS_TO_DIE):
+            self._flow(1)
+            if len(self.simulation.workers) >= num_workers and inside.has_worker(self.engine):
+                break
+            if self.worker is None:
+                self._jump(max(self.config.restart_delays))
+        self._flow(rounds)
+        if change == "sleep":
+            self._sleep(1, "keep")
+        else:
+            self._update(TOY_PATH, "keep")
 
     async def _read_states(self) -> None:
         with self.engine.states() as states:
@@ -328,6 +361,9 @@ class PowerMachine(EngineMachine):
         if self.engine.power.asleep and inside.power(self.engine) is Power.DRAINING:
             left = [each for each in inside.sessions(self.engine) if inside.phase(each) is Phase.SUSPENDED]
             assert not left, f"the engine drains asleep, and has not aborted {left}"
+        stage, going = inside.stage(self.engine), inside.sessions(self.engine)
+        awake = [each for each in going if inside.phase(each) is Phase.RUNNING] if stage in QUIET else ()
+        assert not awake, f"the engine is {stage.value}, and requests run: {awake}"
         running = self.changes.running
         if running and running[0].name == "sleep" and inside.is_finishing(self.engine):
             seconds, timeout = trio.current_time() - self.changes.sleep_began, running[0].timeout
@@ -412,12 +448,6 @@ class _Admissions(Observer):
         self._machine._learn()
         if self._machine.changes.is_closed:
             self._complain(f"{self._machine.engine.power} admits {id}")
-
-    def session_moved(self, actor: object, phase: Phase, attachment: Attachment, event: Event) -> None:
-        """Complain if a suspended request goes on before a change ends that has suspended all of them."""
-        stage = inside.stage(self._machine.engine)
-        if event is Event.RESUME and phase is Phase.SUSPENDED and stage in SUSPENDING:
-            self._complain(f"the engine is {stage.value}, and a request goes on: {actor}")
 
     def slot_refused(self, slot: Slot, error: Exception) -> None:
         if not isinstance(error, EngineAsleep):
