@@ -18,6 +18,7 @@ from trioengine.core.connection import Connection, Role
 from trioengine.core.errors import RemoteProtocolError
 from trioengine.core.messages import (
     Activity,
+    AddMessage,
     Configure,
     Fatal,
     FatalCode,
@@ -86,6 +87,7 @@ class SimulatedWorker(SimulatedProcess):
         self._behaviour = behaviour
         self._queue: deque[Event] = deque()
         self._stopped: set[int] = set()  # requests
+        self._arrivals: dict[int, bool] = {}  # requests in order, and whether they have images
         self._weight_version = 0
         self._stalled_until = math.inf
         self._activity, self._since, self._progress = Activity.STARTING, trio.current_time(), 0
@@ -193,6 +195,9 @@ class SimulatedWorker(SimulatedProcess):
                 self._send_all([Loading(done, total)])
 
     def _step(self) -> None:
+        known = self.core.requests
+        self._arrivals = {each: has_images for each, has_images in self._arrivals.items() if each in known}
+        self.runner.arrivals = self._arrivals
         try:
             messages = self.core.step()
         except AssertionError:  # the kit's own
@@ -228,6 +233,8 @@ class SimulatedWorker(SimulatedProcess):
         else:
             if isinstance(message, StopSession):
                 self._stopped.add(message.request)
+            elif isinstance(message, AddMessage):
+                self._arrivals[message.request] = bool(message.images)
             try:
                 for observer in self._observers:
                     observer.handling(self, message)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from trioengine.worker.scheduling.sequence import (
     Limits,
     ScheduledSequence,
@@ -25,8 +27,11 @@ class StepWatch:
         """All sequences are gone: the cache is lost, or is another one."""
         self._live.clear()
 
-    def take(self, output: SchedulerOutput) -> list[ScheduledSequence]:
-        """Check a step before it is computed, and return the entries that begin, or begin again after a preemption."""
+    def take(self, output: SchedulerOutput, arrivals: Mapping[int, bool]) -> list[ScheduledSequence]:
+        """Check a step before it is computed, and return the entries that begin, or begin again after a preemption.
+
+        `arrivals` are all requests that the worker has, in their order, and whether they have images.
+        """
         self._num_steps += 1
         self._live = {each: seen for each, seen in self._live.items() if each.status is SequenceStatus.RUNNING}
         self._check_size(output)
@@ -41,6 +46,7 @@ class StepWatch:
         for entry in output.scheduled:
             self._check_written(entry)
         self._check_starved()
+        self._check_order(began, arrivals)
         return began
 
     def _check_size(self, output: SchedulerOutput) -> None:
@@ -75,6 +81,16 @@ class StepWatch:
         for other in self._live:
             shared = [] if other is sequence else [block for block in written if block in other.block_table]
             assert not shared, f"request {sequence.request} writes blocks {shared}, which {other.request} also has"
+
+    def _check_order(self, began: Iterable[ScheduledSequence], arrivals: Mapping[int, bool]) -> None:
+        """No sequence begins before one that came earlier, and that waits for nothing but its turn."""
+        running = {sequence.request for sequence in self._live}
+        beginning = {entry.sequence.request for entry in began}
+        overtaken: list[int] = []
+        for request, has_images in arrivals.items():
+            assert request not in beginning or not overtaken, f"request {request} begins before {overtaken}"
+            if not has_images and request not in running:
+                overtaken.append(request)
 
     def _check_starved(self) -> None:
         for sequence, (latest, _) in self._live.items():

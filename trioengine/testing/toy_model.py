@@ -230,6 +230,8 @@ class ToyRunner:
         self.asleep: frozenset[Tag] = frozenset()
         self.fail_requests: set[int] = set()  # these fail alone, at their next token
         self.poisoned: Mapping[int, int] = {}  # requests, and how many tokens they get before it crashes
+        self.arrivals: Mapping[int, bool] = {}  # requests in order, and whether they have images
+        self.num_steps = self.num_computed = 0  # steps that were computed, and their tokens
         self.fail_wakes = 0  # so many of the next ones
 
     def load(self, path: str, asleep: frozenset[Tag]) -> None:
@@ -266,7 +268,7 @@ class ToyRunner:
                 raise Crash
         weights = self._weights
         assert weights is not None, "a forward pass without weights"
-        began = self._watch.take(output)
+        began = self._watch.take(output, self.arrivals)
         self._copy(output.copies)
         for entry in began:
             self._check_prefix(entry.sequence, weights)
@@ -294,6 +296,8 @@ class ToyRunner:
             values = array("L", map(self._slots.__getitem__, slots))
             token_id, top = toy_next(values), sequence.params.logprobs
             sampled.append(sequence.row(token_id, None if top is None else toy_logprobs(token_id, top)))
+        self.num_steps += 1
+        self.num_computed += output.num_tokens
         return sampled
 
     def _begin(self, sequence: Sequence) -> None:

@@ -44,7 +44,7 @@ class Style(enum.Enum):
     RESULT = "result"  # `await generation.result()`
     FIRST = "first"  # leaves after the first chunk
     NONE = "none"  # leaves at once
-    STALLED = "stalled"  # reads nothing until `go_on` is set
+    STALLED = "stalled"  # reads nothing until `go_on` is set, and then as one that TRIES
     RAISES = "raises"  # its body raises after the first chunk
     TRIES = "tries"  # every other read is cancelled
 
@@ -220,15 +220,17 @@ class Reader:
             return
         while (chunk := await self._next(generation)) is not None:
             self.chunks.append(chunk)
+            assert chunk.text or chunk.token_ids, "an empty chunk"
             if self.style is Style.FIRST:
                 return
             if self.style is Style.RAISES:
                 raise Oops
         assert not inside.is_timed_out(generation), "its timeout has ended it, and no error was raised"
         self._check_sum(generation)
+        assert await anext(generation, None) is None, "it was read to its end, and there is more"
 
     async def _next(self, generation: Generation) -> Chunk | None:
-        if self.style is Style.TRIES:
+        if self.style in (Style.TRIES, Style.STALLED):
             with trio.CancelScope() as scope:
                 scope.cancel()
                 await anext(generation, None)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
-from trioengine.core.errors import EngineOverloaded, SessionBusy
+from trioengine.core.errors import EngineError, EngineOverloaded, SessionBusy
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause
 from trioengine.testing.fuzz import inside
@@ -31,6 +31,7 @@ TURNS_TO_PARK = 3  # of the worker, in which it takes a session and its request
 ROUNDS_TO_FINISH = 12  # of a request for one token, if nothing is in its way
 PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "", UNPREPARED)
 CROWD = ("two one", "one one", "dot")
+DOT: tuple[Turn, ...] = (("user", content_of("dot", "a")),)
 HISTORIES: tuple[tuple[Turn, ...], ...] = (
     (),
     (("user", "a"), ("assistant", "b")),
@@ -125,19 +126,23 @@ class EngineMachine(SessionsMachine):
         which=WHICH,
         start=st.integers(0, 8),
         length=st.integers(0, 4),
-        min_tokens=st.sampled_from((0, 0, 2, 6, 12)),
+        more=st.sampled_from((None, None, -1, 0, 1)),
+        other=st.sampled_from((None, None, -1, 0, 1)),
         style=st.sampled_from([style.value for style in Style]),
     )
-    def ask_to_stop(self, which: int, start: int, length: int, min_tokens: int, style: str) -> None:
-        """A stop string that occurs in the answer, where the conversation does not change before, and so many tokens.
+    def ask_to_stop(self, which: int, start: int, length: int, more: int | None, other: int | None, style: str) -> None:
+        """A stop string that occurs in the answer, where the conversation does not change before.
 
-        Its characters come in different chunks.
+        Its characters come in different chunks. `more`: by how many the least tokens are more than those to its end.
+        `other`: a second stop string, which begins after the first one, ends by so much later.
         """
+        min_tokens = 0 if more is None else min(max(start + length + more, 0), 12)
         params = SamplingParams(max_tokens=12, min_tokens=min_tokens)
         reader = self._read(which, Style(style), params, prompt="b")
         prompt, _ = asked(reader, committed(reader.holder))
-        text = reference(prompt_ids(prompt), 12).text[start : start + length]
-        reader.params = replace(reader.params, stop=(text,) if text else ())
+        text, end = reference(prompt_ids(prompt), 12).text, start + length
+        others = () if other is None else (text[start + 1 : end + other],)
+        reader.params = replace(reader.params, stop=tuple(filter(None, (*others, text[start:end]))))
 
     @precondition(lambda self: self.shows and self.open_holders)
     @recorded(
@@ -177,10 +182,21 @@ class EngineMachine(SessionsMachine):
         media=st.sampled_from(MEDIA),
         passes=st.integers(0, 14),
         what=st.sampled_from(("abort", "cancel", "end")),
+        among=st.booleans(),
     )
-    def stop_showing(self, which: int, media: str, passes: int, what: str) -> None:
-        """A request with pictures is stopped on its way in."""
+    def stop_showing(self, which: int, media: str, passes: int, what: str, among: bool) -> None:
+        """A request with pictures is stopped on its way in.
+
+        If it is `among` others, one has taken most of the room for pictures, and one behind it needs little.
+        """
+        if among:
+            self._call("show", lambda: self._show_once(content_of("two one", "hi"), None, None), (EngineError,))
+            self.loop.settle()
+        if not self.open_holders:  # the engine may give up meanwhile
+            return
         reader = self._read(which, Style.ALL, SamplingParams(max_tokens=10), prompt="a", media=media)
+        if among:
+            self._open(None, None, DOT, messages_of(DOT))
         self.loop.tick(passes)
         self._stop_or_end(reader, what)
 
@@ -216,12 +232,23 @@ class EngineMachine(SessionsMachine):
         self._open(wait, timeout, committed(lender), lender.session.history)
 
     @precondition(lambda self: self.shows)
-    @recorded(sessions=st.integers(2, 4), first=st.integers(0, 2), wait=st.booleans())
-    def open_many(self, sessions: int, first: int, wait: bool) -> None:
-        """Sessions that begin with pictures, at once: together more than there is room for, and some have only one."""
+    @recorded(
+        sessions=st.integers(2, 4),
+        first=st.integers(0, 2),
+        wait=st.booleans(),
+        passes=st.sampled_from((0, 0, 1, 2, 3, 4, 5, 6)),
+    )
+    def open_many(self, sessions: int, first: int, wait: bool, passes: int) -> None:
+        """Sessions that begin with pictures, at once: together more than there is room for, and some have only one.
+
+        After so many passes the second one leaves, unless they are 0.
+        """
         for number in range(first, first + sessions):
             history: tuple[Turn, ...] = (("user", content_of(CROWD[number % len(CROWD)], "a")),)
             self._open(wait, None, history, messages_of(history))
+        if passes:
+            self.loop.tick(passes)
+            self.holders[1 - sessions].scope.cancel()
 
     @precondition(lambda self: self.worker is not None and any(not holder.is_busy for holder in self.open_holders))
     @recorded(which=st.integers(0, 2), what=st.sampled_from(("abort", "cancel", "end")))

@@ -136,6 +136,9 @@ class Environment(World):
     @recorded(seconds=st.sampled_from(JUMPS))
     def advance(self, seconds: float) -> None:
         """The clock jumps."""
+        self._jump(seconds)
+
+    def _jump(self, seconds: float) -> None:
         self.waited += seconds
         if self.waited > UNHARMFUL:
             self._harm()

@@ -91,6 +91,11 @@ def num_retired(engine: Engine) -> int:
     return engine.runtime.supervisor.retired
 
 
+def stage(engine: Engine) -> PowerStage:
+    """The engine's state in detail."""
+    return engine.runtime.gate.stage
+
+
 def is_finishing(engine: Engine) -> bool:
     """Whether a sleep or an update lets the requests in flight finish."""
     return engine.runtime.gate.stage in (PowerStage.FINISHING_TO_SLEEP, PowerStage.FINISHING_TO_UPDATE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
@@ -22,7 +23,7 @@ from trioengine.core.errors import (
     TimedOut,
     WorkerLost,
 )
-from trioengine.core.lifecycle import Power
+from trioengine.core.lifecycle import Phase, Power
 from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import UNPREPARED, Call, Reader, SessionHolder
@@ -59,6 +60,21 @@ def check_limits(engine: Engine) -> None:
     slots = config.max_num_seqs + config.max_num_queued_reqs
     assert in_flight <= slots, f"{in_flight} requests have the {slots} slots"
     assert num_sessions <= config.max_sessions, f"{num_sessions} sessions have the {config.max_sessions} slots"
+
+
+def check_counts(engine: Engine) -> None:
+    """After every rule: the counts of requests add up, and those in flight are counted where they are."""
+    statistics = engine.statistics()
+    over = statistics.finished + statistics.aborted + statistics.failed
+    in_flight = statistics.preparing + statistics.waiting + statistics.running + statistics.suspended
+    assert statistics.received == over + in_flight, f"the counts do not add up: {statistics}"
+    due = Counter(inside.phase(session) for session in inside.sessions(engine))
+    preparing, suspended = due[Phase.PREPARING], due[Phase.SUSPENDED]
+    assert statistics.preparing == preparing, f"{preparing} requests are prepared, counted are {statistics.preparing}"
+    most = suspended + due[Phase.STOPPING] + due[Phase.ENDING]
+    assert suspended <= statistics.suspended <= most, f"{suspended} are suspended, counted are {statistics.suspended}"
+    begun = sum(inside.num_tokens(request) > 0 for request in inside.in_flight(engine))
+    assert statistics.running <= begun, f"{begun} requests have a token, and {statistics.running} are counted to run"
 
 
 def check_decided(engine: Engine) -> None:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import trio
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
-from trioengine.actors.engine import Engine
 from trioengine.actors.observer import Observer, Slot
 from trioengine.actors.power_change import PowerState
 from trioengine.core.errors import EngineAsleep, TransitionFailed
-from trioengine.core.lifecycle import Phase, Power, PowerEvent, PowerStage
-from trioengine.core.power import ALL_TAGS, Tag, TagName
+from trioengine.core.lifecycle import Phase, Power, PowerStage
+from trioengine.core.power import TagName
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Call, Style
+from trioengine.testing.fuzz.changes import UNFIT, Change, Changes
 from trioengine.testing.fuzz.engine_machine import EngineMachine
-from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
+from trioengine.testing.fuzz.faults import Harm, Life
 from trioengine.testing.fuzz.oracles import check_line
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.promptness import Wait
@@ -31,138 +29,10 @@ from trioengine.testing.fuzz.world import CONFIG
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.toy_model import TOY_PATH
 
-CLOSING = ("sleep", "update")  # changes that close the gate until they are done
-UNFIT = ("other", "misshapen")  # paths at which no weights of the model lie
-
-
-@dataclass
-class Change:
-    """A sleep, wake or update that was requested; `made` is the engine's own record of it."""
-
-    name: str
-    arguments: tuple[Any, ...]
-    closes: bool  # admission, while it is not done
-    made: Any
-    life: Life
-    timeout: float | None  # of the requests in flight
-    to_end: list[inside.Request]  # requests that must not go on once it is done
-
-    def __repr__(self) -> str:
-        return f"<{self.made.name}>"
-
-    @property
-    def over(self) -> bool:
-        return bool(self.made.done.is_set())
-
-    @property
-    def failure(self) -> TransitionFailed | None:
-        failure: TransitionFailed | None = self.made.failure
-        return failure
-
-
-class Changes(Observer):
-    """All changes of one engine, and a model of its state: sleeping tags, level of the sleep, and weights."""
-
-    def __init__(self, engine: Engine, faults: InjectedFaults) -> None:
-        self._engine = engine
-        self._faults = faults
-        self.requested: list[Change] = []
-        self.asleep: frozenset[Tag] = frozenset()
-        self.level = 0
-        self.paths = ["", "toy"]  # by version
-        self._expected: tuple[str, tuple[Any, ...], str, float | None] | None = None  # until the end of the step
-        self._discarded = False
-        self._awaits_update = False
-        self.sleep_began = math.inf  # the latest one that lets requests finish
-
-    # ---- events ---------------------------------------------------------------------------------------------------
-
-    def expect(self, name: str, *arguments: Any, mode: str, timeout: float | None) -> None:
-        """The current task is about to request this change, in this step."""
-        self._expected = name, arguments, mode, timeout
-
-    def forget_expected(self) -> None:
-        """The request was refused, or is over."""
-        self._expected = None
-
-    def change_requested(self, change: object) -> None:
-        assert self._expected is not None and isinstance(change, inside.PowerChange), "machines announce changes"
-        name, arguments, mode, timeout = self._expected
-        self._expected = None
-        is_first = not (self.asleep or self.running)  # else a change before it may have suspended requests
-        to_end = inside.in_flight(self._engine) if mode == "abort" or (mode == "wait" and is_first) else []
-        self.requested.append(Change(name, arguments, name in CLOSING, change, Life(self._faults), timeout, to_end))
-
-    def power_moved(self, stage: PowerStage, event: PowerEvent) -> None:
-        if event is PowerEvent.SLEEP:
-            self.sleep_began = trio.current_time()
-
-    @property
-    def may_be_closed(self) -> bool:
-        """Whether there is a reason to admit nothing."""
-        is_closing = self._expected is not None and self._expected[0] in CLOSING
-        return is_closing or bool(self.asleep or self.running)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether nothing may be admitted: something sleeps, or is to. A wake opens before it is done."""
-        running = self.running
-        return any(change.closes for change in running) or (bool(self.asleep) and not running)
-
-    @property
-    def running(self) -> list[Change]:
-        return [change for change in self.requested if not change.over]
-
-    # ---- the model ------------------------------------------------------------------------------------------------
-
-    def learn(self, excuse: Callable[[Change], bool]) -> None:
-        """Take in those that are done, in their order; one that failed must be excused, or impossible."""
-        while self.requested and self.requested[0].over:
-            change = self.requested.pop(0)
-            impossible = self._impossible(change)
-            if change.failure is None:
-                assert impossible is None, f"{change.name}{change.arguments} was done, but {impossible}"
-                left = [inside.session_of(each) for each in change.to_end if inside.is_going(each)]
-                assert not left, f"{change.name}{change.arguments} was done, and {left} go on"
-                self._do(change)
-            else:
-                assert impossible or excuse(change), f"{change.name}{change.arguments}: {change.failure!r}"
-                if str(change.failure).startswith(inside.DO_NOT_WAKE):
-                    self._do(change)
-                    self.asleep |= {Tag.WEIGHTS}
-
-    def _impossible(self, change: Change) -> str | None:
-        match change.name, change.arguments:
-            case "sleep", (1, *_) if self.level == 2 and Tag.WEIGHTS in self.asleep:
-                return "it sleeps deeper"
-            case "update", (str(path), *_) if path in UNFIT:
-                return "the weights do not fit"
-        return None
-
-    def _do(self, change: Change) -> None:
-        match change.name, change.arguments:
-            case "sleep", (int(level), *_):
-                if (self.asleep, self.level) != (ALL_TAGS, level):
-                    self._discarded = level == 2
-                self._awaits_update = False
-                self.asleep, self.level = ALL_TAGS, level
-            case "wake", (tags, bool(reload)):
-                named = (tags,) if isinstance(tags, str) else tags
-                wanted = ALL_TAGS if named is None else frozenset(map(Tag, named))
-                if self._discarded and not reload and wanted & self.asleep & {Tag.WEIGHTS}:
-                    self._awaits_update = True
-                    wanted -= {Tag.WEIGHTS}
-                self.asleep -= wanted
-                if Tag.WEIGHTS in wanted:
-                    self._discarded = self._awaits_update = False
-            case "update", (str(path), *_):
-                self.paths.append(path)
-                self._discarded = False
-                if self._awaits_update:
-                    self._awaits_update = False
-                    self.asleep -= {Tag.WEIGHTS}
-
-
+QUIET = (  # stages in which no request runs
+    *(PowerStage.FALLING_ASLEEP, PowerStage.RETIRING, PowerStage.ASLEEP),
+    *(PowerStage.UPDATING_ASLEEP, PowerStage.WAKING, PowerStage.UPDATING),
+)
 MODES = st.sampled_from(("abort", "wait", "keep", "keep", "wait soon"))
 SLEEP_MODES = st.sampled_from(("abort", "wait", "keep", "keep", "wait soon", "abort in flight"))
 SUSPENDED = (
@@ -177,6 +47,8 @@ SUSPENDED = (
     "kill",
 )  # ways to go on, or not
 CHANGES = ("sleep", "wake", "update")  # calls
+DEATHS = 2  # without a token between them, which make a request a suspect
+ROUNDS_TO_DIE = 40  # so often
 ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
 
 
@@ -223,6 +95,9 @@ class PowerMachine(EngineMachine):
 
     @recorded(path=st.sampled_from(("new", TOY_PATH, *UNFIT)), mode=MODES)
     def update(self, path: str, mode: str) -> None:
+        self._update(path, mode)
+
+    def _update(self, path: str, mode: str) -> None:
         timeout = self._excuse_aborts(mode)
         call = functools.partial(self.engine.update_weights, path, mode=_name(mode), timeout=timeout)
         self._change("update", call, path, mode=mode.split()[0], timeout=timeout)
@@ -263,9 +138,18 @@ class PowerMachine(EngineMachine):
         self.faults.begin(Harm.WAKES)
 
     @precondition(lambda self: self.open_holders)
-    @recorded(which=WHICH, others=st.integers(0, 1), num_tokens=st.sampled_from((0, 0, 1, 3)))
-    def ask_for_death(self, which: int, others: int, num_tokens: int) -> None:
-        """A request that kills each worker which computes more than so many tokens of it, maybe after a good one."""
+    @recorded(
+        which=WHICH,
+        others=st.integers(0, 1),
+        num_tokens=st.sampled_from((0, 0, 1, 3)),
+        rounds=st.sampled_from((0, 0, 0, 1, 2, 4, 6)),
+        change=st.sampled_from(("sleep", "update")),
+    )
+    def ask_for_death(self, which: int, others: int, num_tokens: int, rounds: int, change: str) -> None:
+        """A request that kills each worker which computes more than so many tokens of it, maybe after a good one.
+
+        Unless the rounds are 0, the engine changes so many rounds after the third worker is READY.
+        """
         for _ in range(others + 1):
             if self.open_holders:  # the engine may give up meanwhile
                 self._read(which, Style.ALL, SamplingParams(max_tokens=5))
@@ -274,6 +158,22 @@ class PowerMachine(EngineMachine):
         if generation is not None and self.readers[-1].entered:
             self.faults.begin(Harm.WORKERS)
             self.simulation.poisoned[generation.request_id] = num_tokens
+            if rounds:
+                self._change_after_deaths(rounds, change)
+
+    def _change_after_deaths(self, rounds: int, change: str) -> None:
+        num_workers = len(self.simulation.workers) + DEATHS
+        for _ in range(ROUNDS_TO_DIE):
+            self._flow(1)
+            if len(self.simulation.workers) >= num_workers and inside.has_worker(self.engine):
+                break
+            if self.worker is None:
+                self._jump(max(self.config.restart_delays))
+        self._flow(rounds)
+        if change == "sleep":
+            self._sleep(1, "keep")
+        else:
+            self._update(TOY_PATH, "keep")
 
     async def _read_states(self) -> None:
         with self.engine.states() as states:
@@ -328,6 +228,9 @@ class PowerMachine(EngineMachine):
         if self.engine.power.asleep and inside.power(self.engine) is Power.DRAINING:
             left = [each for each in inside.sessions(self.engine) if inside.phase(each) is Phase.SUSPENDED]
             assert not left, f"the engine drains asleep, and has not aborted {left}"
+        stage, going = inside.stage(self.engine), inside.sessions(self.engine)
+        awake = [each for each in going if inside.phase(each) is Phase.RUNNING] if stage in QUIET else ()
+        assert not awake, f"the engine is {stage.value}, and requests run: {awake}"
         running = self.changes.running
         if running and running[0].name == "sleep" and inside.is_finishing(self.engine):
             seconds, timeout = trio.current_time() - self.changes.sleep_began, running[0].timeout

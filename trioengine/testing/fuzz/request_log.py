@@ -122,6 +122,11 @@ class RequestLog(Observer):
         complete = (each for each in self.generations if each.outcome is not None and each.outcome.is_complete)
         return [generation.completion for generation in complete]
 
+    @property
+    def num_begun(self) -> int:
+        """Requests that got a token."""
+        return sum(inside.num_tokens(generation) > 0 for generation in self.generations)
+
     def request_created(self, generation: object) -> None:
         assert isinstance(generation, Generation), "an engine's requests are Generations"
         self.generations.append(generation)

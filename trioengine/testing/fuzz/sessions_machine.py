@@ -67,6 +67,7 @@ NOT_ASLEEP = (Power.AWAKE, Power.DRAINING, Power.CLOSED)
 MOST_CALLS = 8  # at once: a world with more of them takes long to come to rest
 WHICH = st.integers(0, 3)
 WAIT = st.sampled_from((None, True, False))
+LENGTHS = (*range(101), *(8, 16, 24, 48, 88, 94, 95, 96, 97) * 4)  # of raw prompts: around what has room, and blocks
 REFUSALS = (EngineOverloaded, EngineAsleep, EngineClosed, WorkerLost)
 
 
@@ -80,11 +81,14 @@ class CallsMachine(PicturesEnvironment):
         self.engine.observers.append(self.usages)
 
     @precondition(lambda self: not self.running_calls)
-    @recorded(callers=st.integers(2, 6), first=st.integers(0, 2))
-    def crowd(self, callers: int, first: int) -> None:
-        """More one-shots than there are slots, those that wait for different things one after the other."""
+    @recorded(callers=st.integers(2, 6), first=st.integers(0, 2), max_tokens=st.sampled_from((3, 3, 24)))
+    def crowd(self, callers: int, first: int, max_tokens: int) -> None:
+        """More one-shots than there are slots, those that wait for different things one after the other.
+
+        With long answers they need more KV blocks than there are.
+        """
         for number in range(first, first + callers):
-            self._ask((True, None, False)[number % 3], None)
+            self._ask((True, None, False)[number % 3], None, max_tokens)
 
     @recorded(what=st.sampled_from(("ask", "audit", "ready", "cancel")), wait=WAIT, which=WHICH)
     def call(self, what: str, wait: bool | None, which: int) -> None:
@@ -98,7 +102,7 @@ class CallsMachine(PicturesEnvironment):
         elif self.running_calls:
             pick(self.running_calls, which).scope.cancel()
 
-    @recorded(length=st.integers(0, 100), min_tokens=st.integers(0, 3), wait=WAIT)
+    @recorded(length=st.sampled_from(LENGTHS), min_tokens=st.integers(0, 3), wait=WAIT)
     def ask_raw(self, length: int, min_tokens: int, wait: bool | None) -> None:
         """`engine.generate` with token ids, among them the end of a turn; they may be too many."""
         ids = tuple((position * 37 + length) % VOCAB_SIZE for position in range(length))
@@ -112,12 +116,16 @@ class CallsMachine(PicturesEnvironment):
             if 0 < len(ids) < LIMITS.max_model_len:
                 raise
 
-    def _ask(self, wait: bool | None, timeout: float | None) -> None:
-        self._call("ask", lambda: self._ask_once(wait, timeout), (*REFUSALS, TimedOut), timeout)
+    def _ask(self, wait: bool | None, timeout: float | None, max_tokens: int = 3) -> None:
+        ask = functools.partial(self._ask_once, wait, timeout, max_tokens=max_tokens)
+        self._call("ask", ask, (*REFUSALS, TimedOut), timeout)
 
-    async def _ask_once(self, wait: bool | None, timeout: float | None, content: Content = "hi") -> None:
+    async def _ask_once(
+        self, wait: bool | None, timeout: float | None, content: Content = "hi", max_tokens: int = 3
+    ) -> None:
         prompt = prompt_of((("user", content),))
-        await self._generate("hi", SamplingParams(max_tokens=3), wait, timeout, prompt, media_of(content))
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=max_tokens > 3)
+        await self._generate("hi", params, wait, timeout, prompt, media_of(content))
 
     async def _generate(
         self,
@@ -246,7 +254,7 @@ class SessionsMachine(CallsMachine):
             logprobs=LOGPROBS[number % len(LOGPROBS)],
             stop_token_ids=STOP_TOKENS[number % len(STOP_TOKENS)],
         )
-        label = f"reader {number}"
+        label = f"reader {number // 2}"  # two share one
         reader = Reader(Life(self.faults), holder, prompt, params, style, keep_partial, timeout, wait, media, label)
         holder.readers.append(reader)
         self.readers.append(reader)
@@ -284,19 +292,24 @@ class SessionsMachine(CallsMachine):
             self.faults.requests.add(generation.request_id)
 
     def _abort(self, reader: Reader, generation: Generation, *, by_id: bool) -> None:
-        is_to_end = generation.outcome is None and (inside.is_going(generation) or not inside.is_in_flight(generation))
-        reader.aborted = True
-        self.requests.fix_cause([generation], Cause.CLIENT)
-        abort = functools.partial(self._abort_by_name, reader, generation) if by_id else generation.abort
+        by_label = by_id and self.readers.index(reader) % 2 == 1
+        to_end = [each for each in self._named(reader) if by_label or each is reader]
+        for each in (reader, *to_end):
+            each.aborted = True
+        self.requests.fix_cause(filter(None, [each.generation for each in to_end]), Cause.CLIENT)
+        name = reader.label if by_label else generation.request_id if by_id else None
+        abort = generation.abort if name is None else functools.partial(self.engine.abort, name)
         ended = abort()
-        assert ended == is_to_end, f"abort() returned {ended} for {generation}"
+        assert ended == len(to_end), f"abort() returned {ended} for {generation}, and {len(to_end)} were going"
         again = abort()
         assert not again, f"a second abort() returned {again} for {generation}"
-        check_aborted(reader)
+        for each in (reader, *to_end):
+            check_aborted(each)
 
-    def _abort_by_name(self, reader: Reader, generation: Generation) -> int:
-        """By its label, or by its id."""
-        return self.engine.abort(reader.label if self.readers.index(reader) % 2 else generation.request_id)
+    def _named(self, reader: Reader) -> list[Reader]:
+        """Those with its label that an abort would end."""
+        there = [each for each in self.readers if each.label == reader.label and (each.entered or not each.over)]
+        return [each for each in there if each.generation is not None and inside.is_undecided(each.generation)]
 
     def _note_moment(self, reader: Reader, what: str) -> None:
         session, generation, worker = reader.holder.session, reader.generation, self.worker
@@ -381,7 +394,7 @@ class SessionsMachine(CallsMachine):
 
     def _finish(self) -> None:
         super()._finish()
-        self.usages.check_finished(self.requests.whole_answers)
+        self.usages.check_finished(self.requests.whole_answers, self.requests.num_begun)
 
     # ---- for a machine that asks for more than answers --------------------------------------------------------------
 

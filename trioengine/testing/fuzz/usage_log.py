@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import trio
 
@@ -12,7 +12,7 @@ from trioengine.actors.observer import FinishedRequest, Observer
 from trioengine.actors.statistics import Statistics
 from trioengine.core.lifecycle import Attachment, Event, Phase
 from trioengine.core.messages import AddMessage, Message, Tokens
-from trioengine.core.types import Completion
+from trioengine.core.types import Completion, Usage
 from trioengine.testing.fuzz import inside
 from trioengine.testing.simulated_worker import Handled, SimulatedWorker, WorkerObserver
 
@@ -27,8 +27,9 @@ COUNTERS = (  # of Statistics: they only grow
 class _Attempt:
     """A request on one worker."""
 
-    def __init__(self, num_prompt_tokens: int) -> None:
+    def __init__(self, num_prompt_tokens: int, *, is_new: bool) -> None:
         self.num_prompt_tokens = num_prompt_tokens
+        self.is_new = is_new  # without a part of its answer
         self.arrived = trio.current_time()
         self.started: float | None = None
         self.first_token: float | None = None
@@ -52,6 +53,10 @@ class UsageLog(WorkerObserver, Observer):
         self._latest: Statistics | None = None
         self._lost: set[int] = set()  # requests whose worker was lost, and that have not gone on
         self._resumed: Counter[int] = Counter()  # how often each has gone on after that
+        self._observed = Counter(steps=0, step_tokens=0)
+        self._begins: set[float] = set()  # when requests were created, which are entered in the same step
+        self._token_times: set[float] = set()  # when parts of answers came
+        self._num_begun = 0  # answers
         self._finished: Counter[tuple[int, int]] = Counter()  # tokens of prompt and answer, as they were observed
 
     # ---- events ---------------------------------------------------------------------------------------------------
@@ -60,7 +65,7 @@ class UsageLog(WorkerObserver, Observer):
         if not isinstance(event, AddMessage):
             return
         num_tokens = event.base + len(event.token_ids) - event.num_output
-        attempt = _Attempt(num_tokens)
+        attempt = _Attempt(num_tokens, is_new=not event.num_output)
         self._attempts.setdefault(event.request, []).append(attempt)
         self._of_worker.setdefault(worker, {})[event.request] = attempt
 
@@ -70,6 +75,7 @@ class UsageLog(WorkerObserver, Observer):
         if worker not in self._totals:
             self._totals[worker] = Counter()
         totals = self._totals[worker]
+        totals["steps"], totals["step_tokens"] = worker.runner.num_steps, worker.runner.num_computed
         for request, num_tokens, cached_tokens in worker.runner.take_begun():
             attempt = attempts[request]
             attempt.started, attempt.cached_tokens = now, cached_tokens
@@ -80,6 +86,7 @@ class UsageLog(WorkerObserver, Observer):
             totals["generation_tokens"] += len(row.token_ids)
             if len(row.token_ids) and attempt.first_token is None:
                 attempt.first_token = now
+                totals["prompt_tokens"] += attempt.num_prompt_tokens if attempt.is_new else 0
 
     def session_moved(self, actor: object, phase: Phase, attachment: Attachment, event: Event) -> None:
         if event is Event.WORKER_LOST and phase is Phase.RUNNING:
@@ -88,8 +95,28 @@ class UsageLog(WorkerObserver, Observer):
             self._lost.remove(request)
             self._resumed[request] += 1
 
+    def step(self, num_tokens: int) -> None:
+        self._observed.update(steps=1, step_tokens=num_tokens)
+
+    def request_created(self, generation: object) -> None:
+        self._begins.add(trio.current_time())
+
+    def first_token(self, seconds: float, usage: Usage | None) -> None:
+        now = trio.current_time()
+        assert _is_among(now - seconds, self._begins), f"none was asked for {seconds:g} s ago: {self._begins}"
+        self._token_times.add(now)
+        self._num_begun += 1
+
+    def next_tokens(self, seconds: float) -> None:
+        now = trio.current_time()
+        assert _is_among(now - seconds, self._token_times), f"no token came {seconds:g} s ago: {self._token_times}"
+        self._token_times.add(now)
+
     def request_finished(self, request: FinishedRequest) -> None:
         assert 0.0 <= request.decode_seconds <= request.seconds, f"the times of a request do not fit: {request}"
+        latest, times = trio.current_time(), self._token_times
+        assert _is_among(latest - request.seconds, self._begins), f"none was asked for so long ago: {request}"
+        assert _is_among(latest - request.decode_seconds, times), f"no token came so long ago: {request}"
         self._finished[request.prompt_tokens, request.generation_tokens] += 1
 
     def session_stopped(self, seconds: float) -> None:
@@ -123,16 +150,22 @@ class UsageLog(WorkerObserver, Observer):
     def check_totals(self, engine: Engine, worker: SimulatedWorker) -> None:
         """At rest, the worker is well: the engine's counts have grown by as much as the worker has done."""
         statistics, totals = engine.statistics(), self._totals.get(worker, Counter())
-        names = ("generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
-        others = {name: getattr(statistics, name) - totals[name] for name in names}
+        names = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
+        counts = {name: getattr(statistics, name) for name in names} | self._observed
+        others = {name: count - totals[name] for name, count in counts.items()}
         before = self._before.setdefault(worker, others)
         assert others == before, f"this worker did {totals}, the others did {before}, and the engine has {statistics}"
         gone = [each for each in self._totals if each is not worker]
-        most = {name: sum(self._totals[each][name] for each in gone) for name in names}
-        too_many = [name for name in names if not 0 <= others[name] <= most[name]]
+        most = {name: sum(self._totals[each][name] for each in gone) for name in counts}
+        too_many = [name for name in counts if not 0 <= others[name] <= most[name]]
         assert not too_many, f"workers that are gone did {most}, and the engine counts {others} for them"
 
-    def check_finished(self, completions: Sequence[Completion]) -> None:
-        """All are over: each answer that ran to its end was reported once, with its tokens."""
+    def check_finished(self, completions: Sequence[Completion], num_begun: int) -> None:
+        """All are over: each answer was reported once as it began, and with its tokens as it ran to its end."""
+        assert self._num_begun == num_begun, f"{num_begun} answers have begun, observers got {self._num_begun}"
         due = Counter((each.usage.prompt_tokens, each.usage.completion_tokens) for each in completions)
         assert self._finished == due, f"observers got finished requests of {self._finished} tokens, callers of {due}"
+
+
+def _is_among(moment: float, times: Set[float]) -> bool:
+    return any(abs(moment - each) <= ROUNDING for each in times)

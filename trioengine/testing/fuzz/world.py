@@ -20,7 +20,7 @@ from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.conversations import MAX_PAYLOADS, PAYLOAD_MEMORY
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.fuzz.machine import TABLE_STATES, Machine
-from trioengine.testing.fuzz.oracles import check_decided, check_limits
+from trioengine.testing.fuzz.oracles import check_counts, check_decided, check_limits
 from trioengine.testing.fuzz.promptness import Bounds, Wait, waits_of
 from trioengine.testing.fuzz.request_log import AdmissionLog, RequestLog
 from trioengine.testing.fuzz.trace import Trace
@@ -180,6 +180,7 @@ class World(Machine):
     def _look(self) -> None:
         """Check the invariants that hold after every rule."""
         check_limits(self.engine)
+        check_counts(self.engine)
 
     def _move(self) -> bool:
         """Bytes arrive, and the worker does a piece of work; whether there was anything."""
