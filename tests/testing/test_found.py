@@ -97,6 +97,13 @@ FOUND_IN_THE_ENGINE = {
         ("outage", {"way": "cancel"}),
         ("settle", {}),
     ],
+    "a session is refused as the engine is closed, in the pass before it is": [
+        EMPTY,
+        ("open_many", {"sessions": 2, "first": 1, "wait": False}),
+        ("tick", {"passes": 4, "order": 0}),
+        ("outage", {"way": "cancel"}),
+        ("tick", {"passes": 1, "order": 1954}),
+    ],
     "a history without images is refused while a request waits for room for its own": [
         EMPTY,
         ("open_many", {"sessions": 4, "first": 0, "wait": True, "passes": 0}),

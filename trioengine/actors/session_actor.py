@@ -37,7 +37,7 @@ from trioengine.core.errors import (
     SessionEnded,
 )
 from trioengine.core.ledger import RequestState
-from trioengine.core.lifecycle import Action, Event, Phase, SessionLifecycle
+from trioengine.core.lifecycle import Action, Event, Phase, PowerEvent, SessionLifecycle
 from trioengine.core.messages import SAMPLING_FAILED, AddMessage, RequestFailed, TokensRow
 from trioengine.core.sampling_params import Overflow, check_overflow
 from trioengine.core.types import Cause, FinishReason
@@ -191,6 +191,8 @@ class SessionActor:
         except Exception as exc:
             self.crash(exc)
         finally:
+            if self.end_cause is None:  # cancelled with the engine, maybe as its first task
+                self._gate.change_power(PowerEvent.CLOSE)
             self.end(Cause.SHUTDOWN)
 
     def end(self, cause: Cause = Cause.CLIENT) -> None:
