@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import trio
 
+from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
 from trioengine.client.client import Client, connect
 from trioengine.client.connection import PING_INTERVAL
@@ -28,14 +29,15 @@ from trioengine.core.errors import (
     WorkerLost,
 )
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.types import Cause, Completion
+from trioengine.core.types import Cause, Chunk, Completion
 from trioengine.testing.fuzz import inside, inside_client
-from trioengine.testing.fuzz.callers import Oops, Reader, SessionHolder, partial_of
+from trioengine.testing.fuzz.callers import Oops, Reader, SessionHolder, Style, partial_of
 from trioengine.testing.fuzz.conversations import LONG, Content, Turn, media_of, text_of
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.memory_peer import RemotePeer
 from trioengine.testing.simulated_peer import PeerState
 
+PASSES = 6  # before a read that is cancelled
 UNSEALED = "no memory for an image"  # in an error after `fail_system`
 HISTORIES: tuple[tuple[Turn, ...], ...] = (
     (),
@@ -254,6 +256,11 @@ class RemoteReader(Reader):
         assert isinstance(holder, RemoteHolder), "it has a session over a connection"
         is_there = generation is not None and inside_client.has_id(generation) and holder.line.user.client is client
         return is_there and not (self.over or self.has_outcome or self.aborted)
+
+    async def _next(self, generation: Generation) -> Chunk | None:
+        for _ in range(PASSES if self.style is Style.TRIES else 0):  # text comes that a cancelled read must not lose
+            await trio.lowlevel.checkpoint()
+        return await super()._next(generation)
 
     def _judge(self, error: EngineError, session: Session) -> None:
         holder = self.holder
