@@ -88,7 +88,7 @@ FOUND_IN_THE_ENGINE = {
     ],
     "a history without images is refused while a request waits for room for its own": [
         EMPTY,
-        ("open_many", {"sessions": 4, "first": 0, "wait": True}),
+        ("open_many", {"sessions": 4, "first": 0, "wait": True, "passes": 0}),
         ("tick", {"passes": 4, "order": 0}),
         ("replace_history", {"which": 0, "turns": 0}),
     ],
@@ -226,7 +226,7 @@ FOUND_IN_POWER = {
         ("open_with", {"which": 0, "is_new": False, "wait": None, "timeout": None}),
         ("settle", {}),
         ("open", {"wait": False}),
-        ("ask_for_death", {"which": 0, "others": 0, "num_tokens": 0}),
+        ("ask_for_death", {"which": 0, "others": 0, "num_tokens": 0, "rounds": 0, "change": "sleep"}),
         ("settle", {}),
         ("show", SHOW | {"media": "two one"}),
         ("sleep", {"level": 1, "mode": "keep", "turns": 0}),
@@ -234,12 +234,12 @@ FOUND_IN_POWER = {
     "a request that was tried ends while it is detached, and its session takes the next one before it can": [
         ("begin", {"ready": True, "sessions": 1, "turns": 1, "asks": 0, "thread_passes": 1}),
         ("open", {"wait": False}),
-        ("ask_for_death", {"num_tokens": 3, "others": 0, "which": 0}),
+        ("ask_for_death", {"num_tokens": 3, "others": 0, "which": 0, "rounds": 0, "change": "sleep"}),
         *[("open", {"wait": False})] * 2,
-        ("ask_for_death", {"num_tokens": 0, "others": 0, "which": 0}),
-        ("ask_for_death", {"num_tokens": 0, "others": 1, "which": 0}),
+        ("ask_for_death", {"num_tokens": 0, "others": 0, "which": 0, "rounds": 0, "change": "sleep"}),
+        ("ask_for_death", {"num_tokens": 0, "others": 1, "which": 0, "rounds": 0, "change": "sleep"}),
         ("stop_reading", {"what": "abort", "which": 2}),
-        ("ask_for_death", {"num_tokens": 0, "others": 0, "which": 2}),
+        ("ask_for_death", {"num_tokens": 0, "others": 0, "which": 2, "rounds": 0, "change": "sleep"}),
     ],
 }
 FOUND = {
@@ -335,7 +335,7 @@ def test_an_engine_that_gives_up_refuses_callers_before_it_is_closed():
         ("open_by_default", {"timeout": None}),
         ("reorder", {"seed": 30}),
         ("call", {"what": "audit", "wait": None, "which": 0}),
-        ("ask_to_stop", {"which": 0, "start": 0, "length": 0, "min_tokens": 0, "style": "all"}),
+        ("ask_to_stop", {"which": 0, "start": 0, "length": 0, "more": None, "other": None, "style": "all"}),
         ("tick", {"passes": 1, "order": 0}),
         ("open_with", {"which": 0, "is_new": False, "wait": None, "timeout": None}),
         ("leave", {"which": 2, "what": "end"}),
