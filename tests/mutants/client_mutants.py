@@ -133,7 +133,7 @@ CLIENT_MUTANTS = (
         shows="hears",
     ),
     _mutant(
-        "F61",
+        "F63",
         "the part of an answer that its reader did not get stays at the server",
         replaced(Conversation, "truncate", lambda _: lambda self, item_id, text_end: None),
         shows="the client's history is|is not part of the model's answer|the model's is|counted wrongly",

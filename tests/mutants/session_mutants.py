@@ -11,6 +11,7 @@ from trioengine.actors.generation import Generation
 from trioengine.actors.request import Request
 from trioengine.actors.session import Session
 from trioengine.actors.session_actor import SessionActor
+from trioengine.actors.sessions import Sessions
 from trioengine.core.lifecycle import Action, Attachment, Event, Phase, Transition
 from trioengine.core.types import Cause
 
@@ -20,6 +21,15 @@ _A, _D, _X = Attachment.ATTACHED, Attachment.DETACHED, Attachment.DETACHING
 def _forget_cancelled_preparation(abort_request: Any) -> Any:
     def mutant(self: SessionActor, request: Request, cause: Cause) -> bool:
         return self.phase is not Phase.PREPARING and bool(abort_request(self, request, cause))
+
+    return mutant
+
+
+def _abort_the_first(abort: Any) -> Any:
+    def mutant(self: Sessions, request: int | str, cause: Cause) -> int:
+        called = ((session, each) for session in self.all for each in session.requests if each.is_called(request))
+        session, found = next(called, (None, None))
+        return 0 if session is None or found is None else int(session.abort_request(found, cause))
 
     return mutant
 
@@ -106,5 +116,11 @@ SESSION_MUTANTS = (
         "the end of a session strands the reader of its request",
         rewritten(Phase.ENDING, _X, Event.SESSION_ENDED, Transition(Phase.ENDED, _D, (Action.FREE_SESSION,))),
         shows=r"its time is over|(readers|callers|it) waits? forever|in flight|abort\(\) returned|pins and holders",
+    ),
+    Mutant(
+        "F62",
+        "an abort by a label ends one of the requests that share it",
+        replaced(Sessions, "abort", _abort_the_first),
+        shows=r"abort\(\) returned",
     ),
 )

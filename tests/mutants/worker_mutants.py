@@ -99,6 +99,15 @@ def _forget_the_salt(root_digest: Any) -> Any:
     return lambda cache_salt: root_digest("")
 
 
+def _put_the_newest_first(add: Any) -> Any:
+    def mutant(self: Scheduler, sequence: Sequence) -> None:
+        add(self, sequence)
+        if self._waiting and self._waiting[-1] is sequence:
+            self._waiting.rotate()
+
+    return mutant
+
+
 WORKER_MUTANTS = (
     Mutant(
         "F3",
@@ -153,5 +162,11 @@ WORKER_MUTANTS = (
         "requests with different cache salts share blocks of the prefix cache",
         replaced(block_manager, "root_digest", _forget_the_salt),
         shows="computed under another cache salt",
+    ),
+    Mutant(
+        "F61",
+        "the worker computes the newest request first",
+        replaced(Scheduler, "add", _put_the_newest_first),
+        shows=r"request \d+ begins before",
     ),
 )

@@ -234,6 +234,7 @@ class SimulatedWorker(SimulatedProcess):
             if isinstance(message, StopSession):
                 self._stopped.add(message.request)
             elif isinstance(message, AddMessage):
+                self._arrivals.pop(message.request, None)  # it comes again
                 self._arrivals[message.request] = bool(message.images)
             try:
                 for observer in self._observers:
