@@ -99,7 +99,7 @@ FOUND_IN_THE_ENGINE = {
     ],
     "a session is refused as the engine is closed, in the pass before it is": [
         EMPTY,
-        ("open_many", {"sessions": 2, "first": 1, "wait": False}),
+        ("open_many", {"sessions": 2, "first": 1, "wait": False, "passes": 0}),
         ("tick", {"passes": 4, "order": 0}),
         ("outage", {"way": "cancel"}),
         ("tick", {"passes": 1, "order": 1954}),
