@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import h11
@@ -15,19 +14,10 @@ from trioengine.serve.body import KEEP_ALIVE
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.connection import BEYOND_TIMEOUT
 from trioengine.testing.fuzz import shapes
-from trioengine.testing.fuzz.conversations import (
-    Answer,
-    Content,
-    FuzzPrompt,
-    chat_content,
-    check_seen,
-    is_failed,
-    is_refused,
-    prompt_of,
-    reference,
-)
+from trioengine.testing.fuzz.conversations import check_seen, is_failed, is_refused
 from trioengine.testing.fuzz.faults import InjectedFaults, Life
-from trioengine.testing.fuzz.http_books import KEYS, SERVED_BEYOND, HttpBooks, Request, Use
+from trioengine.testing.fuzz.http_books import KEYS, SERVED_BEYOND, HttpBooks, Request
+from trioengine.testing.fuzz.http_exchange import Ask, Exchange, Judge
 from trioengine.testing.fuzz.shapes import ChatStream, Given, Head
 from trioengine.testing.simulated_peer import BUFFERED, PeerState, SimulatedPeer
 
@@ -37,80 +27,6 @@ FRAMINGS = ("whole", "chunked", "pieces", "expect")
 BEFORE_THE_HANDLER = ("too_many_connections", "too_many_sessions", "buffers_full", "key_buffers_full")
 MORE_TEXTS = 3  # that can come beyond those on their way: one that waits, one that is torn, and the rest in one piece
 STREAM, JSON = "text/event-stream", "application/json"
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A chat completion: the only message, and the fields beside it."""
-
-    content: Content
-    max_tokens: int
-    streams: bool
-    stop: str | None = None
-    min_tokens: int = 0
-    stop_token: int | None = None
-    top_logprobs: int | None = None
-    has_usage: bool = False  # in its stream
-
-    @property
-    def prompt(self) -> FuzzPrompt:
-        return prompt_of((("user", self.content),))
-
-    def expected(self, max_model_len: int) -> Answer:
-        """The model's answer, if there is room for one."""
-        token_ids, images = self.prompt
-        length = min(max_model_len - len(token_ids), self.max_tokens)
-        stop = () if self.stop is None else (self.stop,)
-        ends = () if self.stop_token is None else (self.stop_token,)
-        return reference(token_ids, length, stop, min_tokens=self.min_tokens, stop_token_ids=ends, images=images)
-
-    def fields(self, model: str) -> dict[str, Any]:
-        """The body of the request; fields that would change nothing are left out."""
-        given: dict[str, Any] = {
-            "model": model,
-            "messages": [{"role": "user", "content": chat_content(self.content)}],
-            "max_tokens": self.max_tokens,
-            "stream": self.streams,
-        }
-        more = {
-            "stop": self.stop,
-            "min_tokens": self.min_tokens or None,
-            "stop_token_ids": None if self.stop_token is None else [self.stop_token],
-            "logprobs": None if self.top_logprobs is None else True,
-            "top_logprobs": self.top_logprobs,
-            "stream_options": {"include_usage": True} if self.has_usage else None,
-        }
-        return given | {name: value for name, value in more.items() if value is not None}
-
-
-Judge = Callable[[Head, bytes, Life], bool]  # False: the response is an error, to be judged like others
-
-
-@dataclass(eq=False)
-class Exchange:
-    """A request, and its response so far."""
-
-    life: Life
-    request: Request
-    use: Use  # of the server's limits
-    chosen_id: str
-    sent_at: float
-    ask: Ask | None = None
-    number: int = 0  # of its prompt
-    judge: Judge | None = None  # of the response to another request
-    is_prompt: bool = False  # it is answered at once
-    stream: ChatStream | None = None
-    protocol: h11.Connection = field(default_factory=lambda: h11.Connection(h11.CLIENT))
-    head: Head | None = None
-    body: bytes = b""
-    unsent: bytes = b""  # the rest of the request
-    is_continued: bool = False  # the server has asked for the body
-    since: float | None = None  # when all had come to rest with this request at the server
-    most_texts: int | None = None  # events that can come of an answer that was whole while the client read nothing
-
-    @property
-    def status(self) -> int:
-        return 0 if self.head is None else self.head.status
 
 
 class HttpClient(SimulatedPeer):

@@ -13,7 +13,7 @@ from trioengine.testing.fuzz import shapes
 from trioengine.testing.fuzz.conversations import prompt_ids
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.fuzz.http_books import ADMIN_KEY, KEYS, Metrics, Request
-from trioengine.testing.fuzz.http_client import Judge
+from trioengine.testing.fuzz.http_exchange import Judge
 from trioengine.testing.fuzz.shapes import Head, has_fields
 
 CHAT = "/v1/chat/completions"

@@ -12,10 +12,10 @@ from trioengine.serve.config import ServeConfig
 from trioengine.serve.realtime.connection import GOING_AWAY, TRY_AGAIN_LATER
 from trioengine.serve.realtime.outbox import AWAKE
 from trioengine.serve.realtime.response import MAX_OUT_OF_BAND
-from trioengine.testing.fuzz.conversations import Content, Turn, is_refused, item_content, pictures_of, text_of
+from trioengine.testing.fuzz.conversations import Content, Turn, is_refused, pictures_of, text_of
 from trioengine.testing.fuzz.faults import InjectedFaults, Life
 from trioengine.testing.fuzz.realtime_response import Asked, FollowedResponse
-from trioengine.testing.fuzz.realtime_shapes import check_event
+from trioengine.testing.fuzz.realtime_shapes import check_event, text_in, user_item
 from trioengine.testing.simulated_peer import PeerState, SimulatedClient
 
 PATH = "/v1/realtime"
@@ -131,7 +131,7 @@ class RealtimeClient(SimulatedClient):
         """Add an item of the user's, with this id, at the end or after another item; "root" is the beginning."""
         place: dict[str, Any] = {} if previous is None else {"previous_item_id": previous}
         named = {} if id is None else {"id": id}
-        self.ask("conversation.item.create", item=_user_item(content) | named, **place).content = content
+        self.ask("conversation.item.create", item=user_item(content) | named, **place).content = content
 
     def refer(self) -> None:
         """A response beside the conversation, to its middle item alone."""
@@ -160,7 +160,7 @@ class RealtimeClient(SimulatedClient):
         if asked.is_beside:
             response["conversation"] = "none"
         if asked.input is not None:
-            response["input"] = [_user_item(content) for _, content in asked.input]
+            response["input"] = [user_item(content) for _, content in asked.input]
         self.ask("response.create", response=response).asked = asked
 
     def truncate(self, text_end: int) -> bool:
@@ -420,7 +420,7 @@ class RealtimeClient(SimulatedClient):
         if item["role"] == "assistant":
             self._of_item(item["id"]).events.take(event)
             self._in_progress.discard(item["id"])
-            self.items[item["id"]] = "assistant", _text_in(item)
+            self.items[item["id"]] = "assistant", text_in(item)
             return
         assert item["status"] == "completed", f"an item of the user's is {item}"
         self._check_shown(item)
@@ -433,7 +433,7 @@ class RealtimeClient(SimulatedClient):
         if id in self._in_progress:
             content = self._of_item(id).events.text
         num_pictures = sum(part["type"] == "input_image" for part in item["content"])
-        shown = item["role"], num_pictures, _text_in(item)
+        shown = item["role"], num_pictures, text_in(item)
         assert shown == (role, len(pictures_of(content)), text_of(content)), f"{content} is shown as {item}"
 
     def _active(self, id: str) -> FollowedResponse:
@@ -443,11 +443,3 @@ class RealtimeClient(SimulatedClient):
 
 def _size_of(content: Content) -> int:
     return ITEM_SIZE * (1 + len(pictures_of(content))) + len(text_of(content))
-
-
-def _user_item(content: Content) -> dict[str, Any]:
-    return {"type": "message", "role": "user", "content": item_content(content)}
-
-
-def _text_in(item: dict[str, Any]) -> str:
-    return "".join(part.get("text", "") for part in item["content"])

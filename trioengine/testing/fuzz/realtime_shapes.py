@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trioengine.testing.fuzz.conversations import Content, item_content
 from trioengine.testing.fuzz.shapes import RATE, SERVER, WAITS, has_fields
 
 _PLACE = ("response_id", "item_id", "output_index", "content_index")
@@ -177,3 +178,13 @@ class ResponseEvents:
         counted, cached = found["output_tokens"], found["input_token_details"]["cached_tokens"]
         assert at_least <= counted <= at_most, f"the usage counts {counted} tokens, and not {at_least} to {at_most}"
         assert 0 <= cached <= max(prompt - 1, 0), f"{cached} tokens of {prompt} are cached"
+
+
+def user_item(content: Content) -> dict[str, Any]:
+    """An item of the user's, as a client sends it."""
+    return {"type": "message", "role": "user", "content": item_content(content)}
+
+
+def text_in(item: dict[str, Any]) -> str:
+    """The text of an item's parts."""
+    return "".join(part.get("text", "") for part in item["content"])
