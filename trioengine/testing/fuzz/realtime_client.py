@@ -142,7 +142,7 @@ class RealtimeClient(SimulatedClient):
 
     @property
     def middle(self) -> str:
-        """The item in the middle of the conversation, of those of the user."""
+        """The middle one of the items that the user sent."""
         of_user = [id for id in self.order if self.items[id][0] == "user"]
         return of_user[len(of_user) // 2] if of_user else "none"
 
