@@ -77,7 +77,7 @@ class RuleSwarm(RuleStrategy):
         self._first, machine._initialize_rules_to_run = machine._initialize_rules_to_run, []
 
     def do_draw(self, data: ConjectureData) -> tuple[Rule, dict[str, Any]]:
-        """A rule, and its arguments by name; rules under `initialize` come first. Raises InvalidDefinition if none can."""
+        """A rule and its arguments by name, first one under `initialize`. Raises InvalidDefinition if none can run."""
         if self._first:
             rule = self._first.pop(data.draw_integer(0, len(self._first) - 1) if len(self._first) > 1 else 0)
             return rule, _all_arguments(rule).do_draw(data)

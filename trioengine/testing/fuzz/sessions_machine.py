@@ -67,7 +67,10 @@ NOT_ASLEEP = (Power.AWAKE, Power.DRAINING, Power.CLOSED)
 MOST_CALLS = 8  # at once: a world with more of them takes long to come to rest
 WHICH = st.integers(0, 3)
 WAIT = st.sampled_from((None, True, False))
-LENGTHS = (*range(101), *(8, 16, 24, 48, 88, 94, 95, 96, 97) * 4)  # of raw prompts: often near the limits of the context and of blocks
+LENGTHS = (
+    *range(101),
+    *(8, 16, 24, 48, 88, 94, 95, 96, 97) * 4,
+)  # of raw prompts: often near the limits of the context and of blocks
 REFUSALS = (EngineOverloaded, EngineAsleep, EngineClosed, WorkerLost)
 
 
