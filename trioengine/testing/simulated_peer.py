@@ -155,7 +155,12 @@ class SimulatedPeer(abc.ABC):
 
     def _reach_client(self, data: bytes) -> None:
         self._note("<-", data)
-        self._arrive(data)
+        try:
+            self._arrive(data)
+        except AssertionError:
+            raise
+        except Exception as exc:  # of a parser, or for want of a field
+            raise AssertionError(f"a client cannot read the server's bytes: {type(exc).__name__}: {exc}") from exc
 
     def _note(self, direction: str, data: bytes) -> None:
         for note in self.on_bytes:

@@ -6,6 +6,7 @@ Its functions read state that the public API does not show; events are in `actor
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -303,3 +304,26 @@ def before(report: Callable[..., object]) -> Callable[[Any], Any]:
         return tap
 
     return mutate
+
+
+@contextmanager
+def errors_logged(by: str, report: Callable[[Exception], None]) -> Iterator[None]:
+    """Within, report the exceptions that a part of the package, as "actors", logs as errors: they are bugs."""
+    handler = _ErrorHandler(by, report)
+    logger = logging.getLogger("trioengine")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _ErrorHandler(logging.Handler):
+    def __init__(self, by: str, report: Callable[[Exception], None]) -> None:
+        super().__init__(logging.ERROR)
+        self._by, self._report = by, report
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if f"/{self._by}/" in record.pathname and isinstance(error, Exception):
+            self._report(error)

@@ -6,7 +6,6 @@ Functions read its state; `ServerEvents` has the methods that are called while a
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -172,27 +171,10 @@ def tapped(events: ServerEvents, *, room: int, at_once: int) -> Iterator[None]:
         (ids, "random_hex", lambda _: map("{:024x}".format, itertools.count()).__next__),
         (ids, "_clock", lambda _: lambda: 0.0),
     )
-    handler = _ErrorHandler(events)
-    logger = logging.getLogger("trioengine")
-    with ExitStack() as stack:
+    with ExitStack() as stack, inside.errors_logged("serve", events.error_logged):
         for owner, name, mutate in taps:
             stack.enter_context(inside.replaced(owner, name, mutate))
-        logger.addHandler(handler)
-        stack.callback(logger.removeHandler, handler)
         yield
-
-
-class _ErrorHandler(logging.Handler):
-    """Reports the exceptions that the server logs as errors."""
-
-    def __init__(self, events: ServerEvents) -> None:
-        super().__init__(logging.ERROR)
-        self._events = events
-
-    def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info[1] if record.exc_info else None
-        if "/serve/" in record.pathname and isinstance(error, Exception):
-            self._events.error_logged(error)
 
 
 def _check_room(events: ServerEvents, check: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -107,6 +108,7 @@ class World(Machine):
                 self.limits, max_num_seqs=self.config.max_num_seqs, **self.variants[self.variant].limits
             )
         self.loop = SimLoop()
+        self._taps.enter_context(inside.errors_logged("actors", self.loop.crashes.append))
         self.simulation = Simulation(limits=self.limits, thread_threshold=0)
         self.simulation.max_payloads = MAX_PAYLOADS
         self.engine = self.make_engine(self.config, self.simulation.ports)
@@ -176,6 +178,17 @@ class World(Machine):
         worker = self.worker
         if worker is not None and inside.has_worker(self.engine) and inside.power(self.engine) is not Power.CLOSED:
             self.served.add(worker)  # one that is READY after the end is killed, as one that still starts
+
+    def _try(self, step: Callable[[], None]) -> None:
+        super()._try(functools.partial(self._blame_crashes, step))
+
+    def _blame_crashes(self, step: Callable[[], None]) -> None:
+        """Run a step; if it fails, an earlier crash is the reason."""
+        try:
+            step()
+        except Exception:
+            self._raise_crash()
+            raise
 
     def _look(self) -> None:
         """Check the invariants that hold after every rule."""
