@@ -1,10 +1,12 @@
 """`trioengine fuzz`: its output, the files that it keeps, and its exit codes."""
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from mutants import MUTANTS
@@ -15,6 +17,7 @@ from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, ReplayFile, pick
 
+MAIN = "from trioengine.cli import main\nraise SystemExit(main())"
 INTERRUPTED = """
 import signal, sys
 from mutants import MUTANTS
@@ -225,8 +228,9 @@ def test_a_machine_of_another_file(name, tmp_path, capsys, monkeypatch):
 
 
 def run_apart(script, *arguments):
-    """Run the command behind a script that uses `main`, in a process of its own."""
-    command = [sys.executable, "-c", script, "fuzz", *map(str, arguments)]
+    """Run the command behind a script that uses `main`, a text or a file, in a process of its own."""
+    how = [str(script)] if isinstance(script, Path) else ["-c", script]
+    command = [sys.executable, *how, "fuzz", *map(str, arguments)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
@@ -244,14 +248,16 @@ WITH_A_MUTANT = """
 import sys
 from mutants import MUTANTS
 from trioengine.cli import main
-with MUTANTS["F25"].active():
+active = MUTANTS["F25"].active()
+active.__enter__()
+if __name__ == "__main__":
     sys.exit(main())
 """
 
 
-def test_jobs_change_nothing_but_the_time(tmp_path):
+def test_jobs_change_nothing_but_the_time():
     def output(*arguments):
-        ended = run_apart("from trioengine.cli import main\nraise SystemExit(main())", *arguments)
+        ended = run_apart(MAIN, *arguments)
         assert (ended.returncode, ended.stderr) == (0, "")
         return re.sub(r"[\d.]+ s\b|\d+/s", "", ended.stdout)
 
@@ -259,10 +265,11 @@ def test_jobs_change_nothing_but_the_time(tmp_path):
 
 
 def test_jobs_find_the_same(tmp_path):
-    keep = tmp_path / "found.json"
+    keep, script = tmp_path / "found.json", tmp_path / "script.py"
+    script.write_text(WITH_A_MUTANT)
 
     def found(*arguments):
-        ended = run_apart(WITH_A_MUTANT, "--examples", 1200, "--keep", keep, *arguments)
+        ended = run_apart(script, "--examples", 1200, "--keep", keep, *arguments)
         assert (ended.returncode, ended.stderr) == (1, "")
         return keep.read_text()
 
@@ -273,18 +280,44 @@ INTERRUPTED_PARENT = """
 import os, signal, sys
 from trioengine.cli import fuzz, main
 
-def interrupt(self, report):
-    os.kill(os.getpid(), signal.SIGINT)
+def interrupt(self, report, sent=[]):
+    if not sent:
+        sent.append(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
 
 fuzz.Progress.show = interrupt
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())
 """
 
 
-def test_an_interrupt_ends_all_processes(tmp_path):
-    ended = run_apart(INTERRUPTED_PARENT, "--seconds", 1000, "--jobs", 2)
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_an_interrupt_ends_all_searches(tmp_path, jobs):
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED_PARENT)
+    ended = run_apart(script, "--seconds", 1000, "--jobs", jobs)
     assert (ended.returncode, ended.stderr) == (130, "")
-    assert ended.stdout.startswith("nothing found, and interrupted: EngineMachine ") and "PowerMachine" in ended.stdout
+    assert ended.stdout.startswith("nothing found, and interrupted: EngineMachine ")
+    assert ("PowerMachine" in ended.stdout) == (jobs == 2)
+
+
+BLOCKED = """
+import signal
+from trioengine.testing.fuzz import LifecycleMachine
+
+class Blocked(LifecycleMachine):
+    async def app(self, engine):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it goes on")
+"""
+
+
+def test_a_second_interrupt_ends_a_program_that_blocks(tmp_path):
+    (tmp_path / "blocked.py").write_text(BLOCKED)
+    ended = run_apart(MAIN, "--machine", f"{tmp_path}/blocked.py:Blocked", "--keep", tmp_path / "found.json")
+    assert (ended.returncode, ended.stderr) == (130, "")
+    assert ended.stdout.startswith("nothing found, and interrupted: Blocked ")
 
 
 DYING = """
@@ -292,15 +325,67 @@ import os, sys
 from trioengine.cli import main
 from trioengine.testing.fuzz import parallel
 
-parallel.search = lambda *args: os._exit(7)
-sys.exit(main())
+search = parallel.search
+
+def search_or_die(task, *args):
+    if task.machine.__name__ == "PowerMachine":
+        os._exit(7)
+    return search(task, *args)
+
+parallel.search = search_or_die
+if __name__ == "__main__":
+    sys.exit(main())
 """
 
 
 def test_a_process_that_dies_is_named(tmp_path):
-    ended = run_apart(DYING, "--examples", 60, "--jobs", 2)
+    script = tmp_path / "script.py"
+    script.write_text(DYING)
+    ended = run_apart(script, "--examples", 60, "--jobs", 2)
     assert ended.returncode == 3
-    assert re.fullmatch(
-        "trioengine: error: the fuzzer failed: the process of (Engine|Power)Machine ended with exit code 7\n",
-        ended.stderr,
-    )
+    assert ended.stderr == "trioengine: error: the fuzzer failed: the process of PowerMachine ended with exit code 7\n"
+
+
+FAILING = """
+import sys
+from trioengine.cli import main
+from trioengine.testing.fuzz.runner import Fuzzer
+
+def fail(self, **limits):
+    raise TypeError("a bug")
+
+Fuzzer.run = fail
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_an_error_of_a_search_is_the_fuzzers_own(tmp_path, jobs):
+    script = tmp_path / "script.py"
+    script.write_text(FAILING)
+    ended = run_apart(script, "--examples", 60, "--jobs", jobs)
+    assert (ended.returncode, ended.stderr) == (3, "")
+    assert ended.stdout.startswith("the fuzzer itself failed: TypeError: a bug\n")
+
+
+def test_searches_end_with_their_parent(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("from trioengine.cli import main\nif __name__ == '__main__':\n    raise SystemExit(main())\n")
+    command = [sys.executable, str(script), "fuzz", "--seconds", "1000", "--jobs", "2"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    read, write = os.pipe()  # whose write end the searches inherit
+    parent = subprocess.Popen(command, env=env, pass_fds=[write], stdout=subprocess.DEVNULL)
+    os.close(write)
+    while not (children := children_of(parent.pid)):
+        assert parent.poll() is None
+    parent.kill()
+    parent.wait()
+    assert children and not os.read(read, 1), "every process has ended"
+    os.close(read)
+
+
+def children_of(pid):
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return []

@@ -6,9 +6,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from trioengine.core.errors import InvalidConfig
 from trioengine.testing.fuzz.describe import error_text, trace_text
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.machines import MACHINES, machine_named, machine_of
-from trioengine.testing.fuzz.parallel import Result, Search, SearchDied, run_searches
+from trioengine.testing.fuzz.parallel import Search, SearchDied, Searches
 from trioengine.testing.fuzz.program import ReplayFile, versions
 from trioengine.testing.fuzz.runner import Report, replayed, silence
 from trioengine.testing.fuzz.trace import is_fuzzers_own, place
@@ -85,38 +84,54 @@ def fuzz(
     share = None if seconds is None else seconds / math.ceil(len(names) / jobs)
     programs = [None] * len(names) if examples is None else shares(examples, len(names))
     tasks = [Search(made, seed, profile, count, share, trace) for made, count in zip(machines, programs, strict=True)]
+    with Progress() as progress:
+        searches = Searches(tasks, jobs, progress.show)
+        died = _run(searches, in_order=seconds is None)
+    code = _show(searches, machines, keep)
+    if died is not None:
+        print(f"trioengine: error: the fuzzer failed: {died}", file=sys.stderr)
+    if searches.interrupted:
+        raise KeyboardInterrupt
+    return code or (FUZZER_FAILED if died is not None else 0)
+
+
+def _run(searches: Searches, *, in_order: bool) -> SearchDied | None:
+    """Run up to the first search that fails: the first to end, or if `in_order` the first in their order.
+
+    In their order, the number of jobs does not change the result. Return the error if a process died.
+    """
+    results = searches.results
+
+    def is_enough() -> bool:
+        failed = min((index for index in results if results[index].has_failed), default=None)
+        return failed is not None and (not in_order or all(before in results for before in range(failed)))
+
     try:
-        results = _results(tasks, jobs, in_order=examples is not None)
+        searches.run(is_enough)
     except SearchDied as exc:
-        print(f"trioengine: error: the fuzzer failed: {exc}", file=sys.stderr)
-        return FUZZER_FAILED
-    found = [result for result in results.values() if result.has_failed]
-    interrupted = any(result.interrupted for result in results.values())
-    if found:
-        keep.write_text(found[0].replay_file, encoding="utf-8")
-        print(f"{found[0].text}\nreplay it: trioengine fuzz --replay {keep}\n")
-    else:
+        return exc
+    finally:
+        first = min((index for index in results if results[index].has_failed), default=len(results))
+        for index in [index for index in results if in_order and index > first]:  # which only some numbers of jobs run
+            del results[index]
+    return None
+
+
+def _show(searches: Searches, machines: Sequence[type[Machine]], keep: Path) -> int:
+    """Print the verdict and the states that were reached, and keep the first failure; return the exit code."""
+    results = dict(sorted(searches.results.items()))
+    found = next((result for result in results.values() if result.has_failed), None)
+    if found is None:
         verdicts = "; ".join(_verdict(result.report) for result in results.values())
-        print("nothing found, and interrupted:" if interrupted else "nothing found:", verdicts)
+        print("nothing found, and interrupted:" if searches.interrupted else "nothing found:", verdicts)
+    else:
+        print(found.text)
+        if found.replay_file:
+            keep.write_text(found.replay_file, encoding="utf-8")
+            print(f"replay it: trioengine fuzz --replay {keep}\n")
     for index, result in results.items():
         _show_coverage(result.report, machines[index].reachable)
-    if interrupted:
-        raise KeyboardInterrupt
-    return 0 if not found else FUZZER_FAILED if found[0].is_fuzzers_own else 1
-
-
-def _results(tasks: list[Search], jobs: int, *, in_order: bool) -> dict[int, Result]:
-    """Run the searches up to the first that fails; in their order, the number of jobs does not change the result."""
-    results: dict[int, Result] = {}
-    with Progress() as progress, closing(run_searches(tasks, jobs, progress.show)) as arriving:
-        for index, result in arriving:
-            results[index] = result
-            failed = min((index for index in results if results[index].has_failed), default=None)
-            if failed is not None and not in_order:
-                break
-            if failed is not None and all(before in results for before in range(failed)):
-                return {index: results[index] for index in range(failed + 1)}
-    return dict(sorted(results.items()))
+    return 0 if found is None else FUZZER_FAILED if found.is_fuzzers_own else 1
 
 
 def _check_writable(keep: Path) -> None:

@@ -1,15 +1,16 @@
-"""Runs searches in processes of their own, so many at a time: each machine with its share of the time or programs."""
+"""Searches with several machines: each in a process of its own, some at a time, or one after the other in this one."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from multiprocessing import Pipe, Process
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import cast
@@ -20,7 +21,7 @@ from trioengine.testing.fuzz.machines import name_of
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, Progress, Report, replayed, silence
 from trioengine.testing.fuzz.trace import is_fuzzers_own
 
-REFRESH = 0.25  # seconds between two reports of a process
+REFRESH = 0.25  # seconds between two reports of a process, and between two looks at an interrupt
 
 
 @dataclass(frozen=True)
@@ -37,40 +38,40 @@ class Search:
 
 @dataclass(frozen=True)
 class Result:
-    """The report of a search without its exception, which is described: it need not be picklable."""
+    """The report of a search, with its failure as text: an exception need not be picklable."""
 
     report: Report
     text: str = ""  # the failure as it is printed
-    replay_file: str = ""
+    replay_file: str = ""  # empty if the fuzzer failed before it had a program
     is_fuzzers_own: bool = False
-    interrupted: bool = False
 
     @property
     def has_failed(self) -> bool:
-        """Whether the search found a program that fails."""
+        """Whether the search found a program that fails, or failed itself."""
         return bool(self.text)
 
 
-def search(task: Search, progress: Progress | None = None) -> Result:
-    """Run one search in this process; an interrupt ends it after the current program, and keeps its finding."""
-    fuzzer = Fuzzer(task.machine, PROFILES[task.profile], task.seed, progress)
-    interrupted = False
-    with silence(), interrupts_call(fuzzer.stop):
+class SearchDied(Exception):
+    """The process of a search ended without a result."""
+
+
+def search(task: Search, progress: Progress, is_stopped: Callable[[], bool]) -> Result:
+    """Run one search in this process. If `is_stopped` returns True, it ends after the current program."""
+
+    def show_or_stop(report: Report) -> None:
+        progress(report)
+        if is_stopped():
+            raise KeyboardInterrupt
+
+    fuzzer = Fuzzer(task.machine, PROFILES[task.profile], task.seed, show_or_stop)
+    with silence():
         try:
-            fuzzer.run(examples=task.examples, seconds=task.seconds)
-        except KeyboardInterrupt:
-            interrupted = True
-        return replace(_described(fuzzer.report, task.machine, whole=task.whole_trace), interrupted=interrupted)
-
-
-@contextmanager
-def interrupts_call(function: Callable[[], None]) -> Iterator[None]:
-    """Within, SIGINT calls this function, and raises nothing: an exception could be lost in a finalizer."""
-    before = signal.signal(signal.SIGINT, lambda *_: function())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+            with suppress(KeyboardInterrupt):
+                fuzzer.run(examples=task.examples, seconds=task.seconds)
+            return _described(fuzzer.report, task.machine, whole=task.whole_trace)
+        except Exception as exc:
+            text = f"the fuzzer itself failed: {type(exc).__name__}: {exc}\n\n{traceback.format_exc()}"
+            return Result(replace(fuzzer.report, failure=None), text, is_fuzzers_own=True)
 
 
 def _described(report: Report, machine: type[Machine], *, whole: bool) -> Result:
@@ -84,74 +85,105 @@ def _described(report: Report, machine: type[Machine], *, whole: bool) -> Result
     return Result(replace(report, failure=None), text, kept, is_fuzzers_own(failure))
 
 
-class SearchDied(Exception):
-    """The process of a search ended without a result."""
+class Searches:
+    """Searches of which up to `jobs` run at a time; a single one runs in this process.
 
-
-def run_searches(tasks: Sequence[Search], jobs: int, progress: Progress) -> Generator[tuple[int, Result], None, None]:
-    """Yield the results as they come, with their tasks' indices; closing the iterator ends the searches that still run.
-
-    A single task runs in this process. An interrupt ends all searches; their results still come. Raises SearchDied.
+    `results` are by the index of the task. The first interrupt ends all searches after their current programs, so that
+    nothing that was found is lost; the second one ends them at once.
     """
-    if jobs == 1 or len(tasks) == 1:
-        for index, task in enumerate(tasks):
-            result = search(task, progress)
-            yield index, result
-            if result.interrupted:
-                break
-        return
-    waiting = deque(enumerate(tasks))
-    running: dict[Connection, tuple[int, BaseProcess]] = {}
 
-    def interrupt() -> None:
-        waiting.clear()
-        for _, process in running.values():
-            with suppress(ProcessLookupError):
-                os.kill(process.ident or 0, signal.SIGINT)
+    def __init__(self, tasks: Sequence[Search], jobs: int, progress: Progress) -> None:
+        self.results: dict[int, Result] = {}
+        self.interrupted = False
+        self._tasks = tasks
+        self._jobs = min(jobs, len(tasks))
+        self._progress = progress
+        self._running: dict[Connection, tuple[int, BaseProcess]] = {}
 
-    try:
-        with interrupts_call(interrupt):
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    index, task = waiting.popleft()
-                    connection, process = _started(task)
-                    running[connection] = index, process
-                for connection in cast("list[Connection]", wait(list(running))):
-                    match _received(connection, running[connection][1]):
-                        case Result() as result:
-                            yield running.pop(connection)[0], result
-                        case Report() as report:
-                            progress(report)
-    finally:
-        for _, process in running.values():
-            process.kill()
+    def run(self, is_enough: Callable[[], bool]) -> None:
+        """Run until all are over, or `is_enough` returns True, which is called after each result.
+
+        Raises SearchDied, and KeyboardInterrupt at the second interrupt.
+        """
+        with self._first_interrupt_noted():
+            if self._jobs == 1:
+                self._run_here(is_enough)
+            else:
+                self._run_apart(is_enough)
+
+    @contextmanager
+    def _first_interrupt_noted(self) -> Iterator[None]:
+        """An exception of a signal's handler could be lost in a finalizer: the first interrupt sets a flag."""
+
+        def note(*_: object) -> None:
+            self.interrupted = True
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        before = signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _run_here(self, is_enough: Callable[[], bool]) -> None:
+        for index, task in enumerate(self._tasks):
+            self.results[index] = search(task, self._progress, lambda: self.interrupted)
+            if self.interrupted or is_enough():
+                return
+
+    def _run_apart(self, is_enough: Callable[[], bool]) -> None:
+        waiting = deque(enumerate(self._tasks))
+        try:
+            while self._running or (waiting and not self.interrupted):
+                while waiting and len(self._running) < self._jobs and not self.interrupted:
+                    self._start(*waiting.popleft())
+                num_results = len(self.results)
+                for connection in cast("list[Connection]", wait(list(self._running), timeout=REFRESH)):
+                    self._receive(connection)
+                if len(self.results) > num_results and is_enough():
+                    return
+                if self.interrupted:
+                    for connection in self._running:
+                        with suppress(OSError):  # it has ended
+                            connection.send("stop")
+        finally:
+            for _, process in self._running.values():
+                process.kill()
+                process.join()
+
+    def _start(self, index: int, task: Search) -> None:
+        context = get_context("spawn")  # so that it inherits neither handlers of signals nor descriptors
+        ours, theirs = context.Pipe()
+        name = task.machine.__name__
+        process = context.Process(target=_search_and_send, args=(task, theirs), name=name, daemon=True)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # also in the process, for good
+        try:
+            process.start()
+            self._running[ours] = index, process
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        theirs.close()
+
+    def _receive(self, connection: Connection) -> None:
+        """Take in a report or a result. Raises SearchDied."""
+        index, process = self._running[connection]
+        try:
+            message: Result | Report = connection.recv()
+        except (EOFError, OSError):
             process.join()
-
-
-def _started(task: Search) -> tuple[Connection, BaseProcess]:
-    ours, theirs = Pipe(duplex=False)
-    process = Process(target=_search_and_send, args=(task, theirs), name=task.machine.__name__, daemon=True)
-    process.start()
-    theirs.close()
-    return ours, process
-
-
-def _received(connection: Connection, process: BaseProcess) -> Result | Report:
-    try:
-        message: Result | Report = connection.recv()
-    except EOFError:
-        process.join()
-        raise SearchDied(f"the process of {process.name} ended with exit code {process.exitcode}") from None
-    if isinstance(message, Result):
+            del self._running[connection]
+            raise SearchDied(f"the process of {process.name} ended with exit code {process.exitcode}") from None
+        if isinstance(message, Report):
+            self._progress(message)
+            return
+        self.results[index] = message
+        del self._running[connection]
         connection.close()
         process.join()
-    return message
 
 
 def _search_and_send(task: Search, connection: Connection) -> None:
-    """Run in a process of its own. Reports are sent now and then, and the result in the end."""
-    os.setsid()  # an interrupt from the terminal reaches the parent alone, which passes it on
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Run a search in a process of its own, which ends early if its parent asks for it, or is gone."""
     sent = time.monotonic()
 
     def send_report(report: Report) -> None:
@@ -160,4 +192,7 @@ def _search_and_send(task: Search, connection: Connection) -> None:
             sent = now
             connection.send(replace(report, failure=None))
 
-    connection.send(search(task, send_report))
+    try:
+        connection.send(search(task, send_report, connection.poll))
+    except OSError:  # the parent is gone
+        os._exit(1)

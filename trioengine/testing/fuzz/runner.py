@@ -136,7 +136,6 @@ class Fuzzer:
             self._variants = [machine.with_variant(number) for number in range(machine.num_variants)]
         self._current = self._variants[0]
         self._num_batches = 0
-        self._stopped = False
         self._profile = profile
         self._progress = progress
         self._began = time.monotonic()
@@ -147,13 +146,7 @@ class Fuzzer:
         self._last: Program | None = None
         self._shortest: tuple[Exception, Program] | None = None  # of the programs that failed
 
-    def stop(self) -> None:
-        """End the run before its next program: `run` raises KeyboardInterrupt. A signal handler may call it."""
-        self._stopped = True
-
     def _make(self) -> Machine:
-        if self._stopped:
-            raise KeyboardInterrupt
         if self._interrupts_left <= 0:
             raise _Enough
         self._drop_tracebacks()
@@ -198,9 +191,8 @@ class Fuzzer:
     ) -> Report:
         """Run until something is found, or so many programs or seconds are over; shrinking may take longer.
 
-        The run also ends when `until` returns True, which is called after every 50 programs.
-
-        Raises KeyboardInterrupt after `stop`; the finding of a program that ran before is in `report`.
+        The run also ends when `until` returns True, which is called after every 50 programs. If `progress` raises
+        KeyboardInterrupt, it propagates, and the finding of a program that ran before is in `report`.
         """
         seed_choices(self.report.seed)
         with _fewer_collections():
