@@ -362,8 +362,12 @@ class HttpClient(SimulatedPeer):
             assert 0 <= cached <= most, f"{cached} tokens of the prompt are cached, and {most} were computed before"
 
     def _judge_part(self, ask: Ask, text: str) -> None:
+        """Judge the text of an answer that was cut short; it may end with the beginning of a stop string."""
         expected = ask.expected(self._max_model_len)
-        assert expected.text.startswith(text), f"{text!r} is not part of the model's answer {expected.text!r}"
+        most = expected.text
+        if ask.stop is not None and expected.finish_reason is FinishReason.STOP:
+            most += ask.stop[:-1]
+        assert most.startswith(text), f"{text!r} is not part of the model's answer {expected.text!r}"
 
 
 def _is_beyond(exchange: Exchange) -> bool:

@@ -128,7 +128,6 @@ class PayloadWatch(inside_payloads.PayloadEvents):
         task = trio.lowlevel.current_task()
         _, _, began = self._needs.pop(task)
         waited = self.stages.pop(task, None)
-        self._check_line(self._complain)
         match error:
             case None:
                 if waited is not None:
@@ -248,16 +247,12 @@ class PayloadWatch(inside_payloads.PayloadEvents):
 
     def check_blocked(self) -> None:
         """No task can run: the first in the line has no room."""
-        problems: list[str] = []
-        self._check_line(problems.append)
-        assert not problems, problems[0]
-
-    def _check_line(self, complain: Callable[[str], None]) -> None:
         line = inside_payloads.budget(self._engine).line
         if len(line):
             num_bytes, count, _ = self._needs[next(iter(inside.waiting_in(line)))]
-            if self._has_room(num_bytes, count):
-                complain(f"{len(line)} requests wait for room, and the first has room: {num_bytes, count}")
+            assert not self._has_room(num_bytes, count), (
+                f"{len(line)} requests wait for room, and the first has room: {num_bytes, count}"
+            )
 
     def check_at_rest(self) -> None:
         """Nothing moves, and the worker is well: it has consumed all payloads except for suspended requests."""
