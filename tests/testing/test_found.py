@@ -500,7 +500,7 @@ def test_an_engine_that_gives_up_refuses_callers_before_it_is_closed():
 
 @pytest.mark.parametrize("program", FALSE_ALARMS.values(), ids=FALSE_ALARMS)
 def test_what_was_no_bug(program):
-    """Programs that a machine once complained of, and should not have; each with its variant unless that is the first."""
+    """Programs that a machine once complained of, and should not have; some with a variant."""
     program = Program(*program)
     with silence():
         replay(machine_of(program)(), program)
