@@ -1,6 +1,7 @@
 """Machines for programs of other people: an app, a server, and the bugs that they may have."""
 
 import gc
+import math
 import weakref
 from contextlib import suppress
 
@@ -243,6 +244,33 @@ def test_a_machine_is_interrupted_after_the_end_of_another_one():
     with pytest.raises(Finding, match="let no other one run"):
         endless.run()
     endless.teardown()
+
+
+def test_a_rule_may_take_as_long_as_it_wants():
+    class Unlimited(Endless):
+        longest = math.inf
+
+        @recorded()
+        def run(self):
+            pass
+
+    machine = Unlimited()
+    machine.run()
+    machine.teardown()
+    assert machine.num_interrupts == 0 and machine.slowest == 0.0
+
+
+def test_a_finding_whose_error_is_its_own_cause_is_let_go():
+    first, second = ValueError(), KeyError()
+    try:
+        try:
+            raise first
+        except ValueError:
+            raise second from first
+    except KeyError:
+        first.__cause__ = second
+    Finding(second).let_go()
+    assert first.__traceback__ is None and second.__traceback__ is None
 
 
 class Spin(Echo):
