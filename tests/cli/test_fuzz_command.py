@@ -59,6 +59,7 @@ def test_what_is_found_is_kept_and_replayed(tmp_path, capsys):
     assert run(["fuzz", "--replay", str(keep)]) == 0, "the mutant is gone"
     replayed = capsys.readouterr()
     assert "blocks are counted" not in replayed.out and not replayed.err
+    assert replayed.out.endswith("\nit does not fail\n")
 
 
 def test_the_first_lines_name_the_failure_and_its_place(tmp_path, capsys):

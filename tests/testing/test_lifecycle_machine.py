@@ -13,6 +13,7 @@ from trioengine import EngineClosed, EngineError, EngineOverloaded
 from trioengine.actors.engine import Engine
 from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.fuzz import LifecycleMachine, rule, runner
+from trioengine.testing.fuzz.describe import trace_text
 from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.machine import LONGEST, Finding, Machine
 from trioengine.testing.fuzz.program import Program, recorded
@@ -227,6 +228,19 @@ def test_a_task_that_never_lets_another_one_run_is_a_finding():
         found = replayed(Busy, program)
     assert isinstance(found.failure, Livelock) and "let no other one run" in str(found.failure)
     assert place(found.failure).endswith("in app")
+
+
+class Waiting(LifecycleMachine):
+    async def app(self, engine):
+        await trio.sleep_forever()
+
+
+def test_lines_of_a_trace_that_repeat_are_one():
+    with silence():
+        found = replayed(Waiting, Program("Waiting", [("settle", {}), ("start", {})]))
+    shown = trace_text(found.trace, whole=False)
+    assert "worker 1001 -> PONG, 15 times to 60.00 s\n" in shown and "start()\n" in shown, shown
+    assert "prints" not in shown, "nothing is left out"
 
 
 class Endless(Machine):

@@ -170,8 +170,7 @@ def replay_file(path: Path, *, trace: bool) -> int:
         f"{f', {skipped} skipped (not possible when their turn came)' if skipped else ''}, "
         f"steps of tasks {found.machine.checksum}"
     )
-    if found.failure is not None:
-        print(error_text(found.failure))
+    print("it does not fail" if found.failure is None else error_text(found.failure))
     if found.failure is not None or trace:
         print(trace_text(found.trace, whole=trace))
     return 0 if found.failure is None else FUZZER_FAILED if is_fuzzers_own(found.failure) else 1
