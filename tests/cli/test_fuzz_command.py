@@ -103,6 +103,26 @@ def test_an_error_of_the_fuzzer_is_no_finding(tmp_path, capsys, monkeypatch):
     assert "the fuzzer itself failed: ZeroDivisionError" in output and "program.py" in output and "in pick" in output
 
 
+CROWD = """
+import trio
+from trioengine.testing.fuzz import LifecycleMachine
+
+
+class Crowd(LifecycleMachine):
+    async def app(self, engine):
+        await trio.sleep_forever()
+"""
+
+
+def test_a_replay_shows_all_tasks_that_wait_forever(tmp_path, capsys):
+    keep, app = tmp_path / "found.json", tmp_path / "crowd.py"
+    app.write_text(CROWD)
+    keep.write_text(Program(f"{app}:Crowd", [("start", {}), ("start", {})]).to_json())
+    assert run(["fuzz", "--replay", str(keep)]) == 1
+    output = capsys.readouterr().out
+    assert "(all of it is at the end)" in output and "\napp-2:\n" in output.partition("the end\n")[2], output
+
+
 def test_other_versions_are_said(tmp_path, capsys):
     keep = tmp_path / "found.json"
     text = Program("CoreMachine", [BEGIN]).to_json()
