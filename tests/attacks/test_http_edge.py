@@ -121,6 +121,15 @@ async def test_an_unknown_transfer_encoding(autojump_clock, value):
         assert len(STATUS.findall(answer)) == 1
 
 
+async def test_a_second_transfer_encoding(autojump_clock):
+    async with open_clients() as clients:
+        answer = await clients.http(post("Transfer-Encoding: chunked", "Transfer-Encoding: chunked") + HEALTH)
+        assert (
+            answer.startswith(b"HTTP/1.1 501 ") and b"the request has more than one Transfer-Encoding header" in answer
+        )
+        assert len(STATUS.findall(answer)) == 1
+
+
 TRAILERS = [b"0\r\n\n", b"0\r\nX: y\n\n", b"0\r\nX: y\r\n\n"]
 
 

@@ -62,6 +62,7 @@ def test_what_is_found_is_kept_and_replayed(tmp_path, capsys):
     assert run(["fuzz", "--replay", str(keep)]) == 0, "the mutant is gone"
     replayed = capsys.readouterr()
     assert "blocks are counted" not in replayed.out and not replayed.err
+    assert replayed.out.endswith("\nit does not fail\n")
 
 
 def test_the_first_lines_name_the_failure_and_its_place(tmp_path, capsys):
@@ -103,6 +104,26 @@ def test_an_error_of_the_fuzzer_is_no_finding(tmp_path, capsys, monkeypatch):
     assert run(["fuzz", "--replay", str(keep)]) == 3
     output = capsys.readouterr().out
     assert "the fuzzer itself failed: ZeroDivisionError" in output and "program.py" in output and "in pick" in output
+
+
+CROWD = """
+import trio
+from trioengine.testing.fuzz import LifecycleMachine
+
+
+class Crowd(LifecycleMachine):
+    async def app(self, engine):
+        await trio.sleep_forever()
+"""
+
+
+def test_a_replay_shows_all_tasks_that_wait_forever(tmp_path, capsys):
+    keep, app = tmp_path / "found.json", tmp_path / "crowd.py"
+    app.write_text(CROWD)
+    keep.write_text(Program(f"{app}:Crowd", [("start", {}), ("start", {})]).to_json())
+    assert run(["fuzz", "--replay", str(keep)]) == 1
+    output = capsys.readouterr().out
+    assert "(all of it is at the end)" in output and "\napp-2:\n" in output.partition("the end\n")[2], output
 
 
 def test_other_versions_are_said(tmp_path, capsys):

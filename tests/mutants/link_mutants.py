@@ -83,8 +83,8 @@ LINK_MUTANTS = (
         "F27",
         "what was said for one session reaches another",
         replaced(Sessions, "__init__", _find_the_oldest),
-        shows="waits? forever|in flight|the model's|ended by error|the worker holds sessions|LocalProtocolError"
-        "|only while attached|every state with a request",
+        shows="waits? forever|in flight|the model's|ended by error|the worker holds sessions"
+        "|LocalProtocolError|every state with a request|only while attached",
     ),
     Mutant(
         "F45",

@@ -1,6 +1,7 @@
 """Machines for programs of other people: an app, a server, and the bugs that they may have."""
 
 import gc
+import math
 import weakref
 from contextlib import suppress
 
@@ -12,6 +13,7 @@ from trioengine import EngineClosed, EngineError, EngineOverloaded
 from trioengine.actors.engine import Engine
 from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.fuzz import LifecycleMachine, rule, runner
+from trioengine.testing.fuzz.describe import trace_text
 from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.machine import LONGEST, Finding, Machine
 from trioengine.testing.fuzz.program import Program, recorded
@@ -228,6 +230,19 @@ def test_a_task_that_never_lets_another_one_run_is_a_finding():
     assert place(found.failure).endswith("in app")
 
 
+class Waiting(LifecycleMachine):
+    async def app(self, engine):
+        await trio.sleep_forever()
+
+
+def test_lines_of_a_trace_that_repeat_are_one():
+    with silence():
+        found = replayed(Waiting, Program("Waiting", [("settle", {}), ("start", {})]))
+    shown = trace_text(found.trace, whole=False)
+    assert "worker 1001 -> PONG, 15 times to 60.00 s\n" in shown and "start()\n" in shown, shown
+    assert "prints" not in shown, "nothing is left out"
+
+
 class Endless(Machine):
     longest = 0.1
 
@@ -243,6 +258,33 @@ def test_a_machine_is_interrupted_after_the_end_of_another_one():
     with pytest.raises(Finding, match="let no other one run"):
         endless.run()
     endless.teardown()
+
+
+def test_a_rule_may_take_as_long_as_it_wants():
+    class Unlimited(Endless):
+        longest = math.inf
+
+        @recorded()
+        def run(self):
+            pass
+
+    machine = Unlimited()
+    machine.run()
+    machine.teardown()
+    assert machine.num_interrupts == 0 and machine.slowest == 0.0
+
+
+def test_a_finding_whose_error_is_its_own_cause_is_let_go():
+    first, second = ValueError(), KeyError()
+    try:
+        try:
+            raise first
+        except ValueError:
+            raise second from first
+    except KeyError:
+        first.__cause__ = second
+    Finding(second).let_go()
+    assert first.__traceback__ is None and second.__traceback__ is None
 
 
 class Spin(Echo):

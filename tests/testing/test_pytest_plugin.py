@@ -81,6 +81,17 @@ def test_a_failure_shows_how_to_replay_it(run_pytest, tmp_path):
     assert replayed.returncode == 1 and "it was aborted" in replayed.stdout, replayed.stderr
 
 
+def test_an_error_of_the_machine_keeps_the_failure(run_pytest, tmp_path):
+    replay = next(line for line in run_pytest("-k", "test_hopeful").splitlines() if "fuzz --replay " in line)
+    kept = Path(replay.split()[-1])
+    broken = "class Hopeful(LifecycleMachine):\n    def __init__(self):\n        raise ValueError('of its own')\n"
+    (tmp_path / "test_app.py").write_text(TESTS.replace("class Hopeful(LifecycleMachine):\n", broken))
+    assert "ValueError: of its own" in run_pytest("-k", "test_hopeful") and kept.exists()
+    other = "class Hopeful(LifecycleMachine):\n    start = None\n"
+    (tmp_path / "test_app.py").write_text(TESTS.replace("class Hopeful(LifecycleMachine):\n", other))
+    assert "1 passed" in run_pytest("-k", "test_hopeful") and not kept.exists(), "its rules have changed"
+
+
 @pytest.mark.parametrize(
     ("test", "complaint"),
     [

@@ -258,8 +258,10 @@ async def test_a_server_that_loads_its_model_is_waited_for(seconds, autojump_clo
             target = await calibrated(driver)
             assert (target.dialect.name, target.model) == ("sglang", "fake")
         else:
+            begin = trio.current_time()
             with pytest.raises(NoTarget, match="503"):
                 await calibrated(driver)
+            assert trio.current_time() - begin < PATIENCE + 5.0
         nursery.cancel_scope.cancel()
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.live import Live
 
 from trioengine.core.errors import InvalidConfig
-from trioengine.testing.fuzz.describe import error_text, trace_text
+from trioengine.testing.fuzz.describe import failure_text, trace_text
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.machines import MACHINES, machine_named, machine_of
 from trioengine.testing.fuzz.parallel import Search, SearchDied, Searches
@@ -186,10 +186,12 @@ def replay_file(path: Path, *, trace: bool) -> int:
         f"steps of tasks {found.machine.checksum}"
     )
     if found.failure is not None:
-        print(error_text(found.failure))
-    if found.failure is not None or trace:
-        print(trace_text(found.trace, whole=trace))
-    return 0 if found.failure is None else FUZZER_FAILED if is_fuzzers_own(found.failure) else 1
+        print(failure_text(found.failure, kept.program, found.trace, whole=trace))
+        return FUZZER_FAILED if is_fuzzers_own(found.failure) else 1
+    print("it does not fail")
+    if trace:
+        print(trace_text(found.trace, whole=True))
+    return 0
 
 
 def _compare(path: Path, found_with: Mapping[str, str]) -> None:

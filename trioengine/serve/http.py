@@ -30,7 +30,7 @@ _FAULTS = {  # our wording of those h11 messages that do not quote the client
     "conflicting Content-Length headers": "the request has different values of Content-Length",
     "bad Content-Length": "the Content-Length is not a number",
     "Only Transfer-Encoding: chunked is supported": "the Transfer-Encoding must be chunked",
-    "multiple Transfer-Encoding headers": "the Transfer-Encoding must be chunked",
+    "multiple Transfer-Encoding headers": "the request has more than one Transfer-Encoding header",
 }
 
 

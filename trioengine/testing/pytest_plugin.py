@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,7 +17,7 @@ import pytest
 from trioengine.testing.fuzz.describe import failure_text
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.machines import name_of
-from trioengine.testing.fuzz.program import ReplayFile
+from trioengine.testing.fuzz.program import ReplayFile, UnknownStep
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, Report, replayed, silence
 
 EXAMPLES = 200
@@ -72,16 +73,18 @@ def _first(*values: int | None) -> int:
 
 
 def _kept(machine: type[Machine], path: Path) -> Report | None:
-    """The failure of the program in this file; the file is removed if it does not fail."""
+    """The failure of the program in this file; the file is removed if it does not fail, or does not fit the machine."""
     try:
         program = ReplayFile.from_json(path.read_bytes()).program
-        failure = replayed(machine.with_variant(program.variant), program).failure
-    except (OSError, ValueError):  # it was not kept, or its rules have changed
-        failure = None
-    if failure is None:
+        machine = machine.with_variant(program.variant)
+    except (OSError, ValueError):  # it was not kept, or cannot be read
         path.unlink(missing_ok=True)
         return None
-    return Report(machine.__name__, seed=0, programs=1, failure=failure, program=program)
+    with suppress(UnknownStep):  # the rules have changed
+        if (failure := replayed(machine, program).failure) is not None:
+            return Report(machine.__name__, seed=0, programs=1, failure=failure, program=program)
+    path.unlink(missing_ok=True)
+    return None
 
 
 def _path(request: pytest.FixtureRequest, machine: type[Machine]) -> Path:

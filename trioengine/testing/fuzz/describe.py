@@ -20,9 +20,10 @@ def error_text(failure: Exception) -> str:
 
 
 def trace_text(trace: Trace, *, whole: bool) -> str:
-    """Return the last lines of the trace, or all of them."""
-    lines = trace.lines if whole else trace.lines[-TRACE_LINES:]
-    hidden = len(trace.lines) - len(lines)
+    """Return the last lines of the trace, or all of them; repeated lines are one."""
+    every = list(trace.folded())
+    lines = every if whole else every[-TRACE_LINES:]
+    hidden = len(every) - len(lines)
     head = "  pass     time" + (f"   the end of the trace; --trace prints {hidden} lines more" if hidden else "")
     return "\n".join([head, *lines])
 

@@ -133,8 +133,9 @@ class EngineMachine(SessionsMachine):
     def ask_to_stop(self, which: int, start: int, length: int, more: int | None, other: int | None, style: str) -> None:
         """A stop string that occurs in the answer, where the conversation does not change before.
 
-        Its characters come in different chunks. `more`: by how many the least tokens are more than those to its end.
-        `other`: a second stop string, which begins after the first one, ends by so much later.
+        Its characters come in different chunks. `more`: `min_tokens` exceeds the tokens up to its end by this number,
+        or is 0 (None). `other`: a second stop string begins a character later than the first one, and ends this many
+        characters later.
         """
         min_tokens = 0 if more is None else min(max(start + length + more, 0), 12)
         params = SamplingParams(max_tokens=12, min_tokens=min_tokens)

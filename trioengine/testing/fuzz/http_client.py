@@ -305,7 +305,8 @@ class HttpClient(SimulatedPeer):
         code, is_unread = error["code"], self._spoilt
         if code == "too_many_connections":
             is_unread = head.value(b"x-request-id") != exchange.chosen_id
-            self._check_beyond(exchange, is_unread=is_unread)
+            if exchange.chosen_id:  # else nothing shows whether it was read
+                self._check_beyond(exchange, is_unread=is_unread)
         shapes.check_head(head, JSON, None if is_unread else exchange.chosen_id or None)
         if code in BEFORE_THE_HANDLER:
             assert self._books.is_reached(code, exchange.use, self.use), f"{exchange.request} is refused by {error}"

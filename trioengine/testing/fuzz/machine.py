@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import signal
 import threading
 from collections import Counter
@@ -82,7 +83,9 @@ class Finding(Exception):
         """Drop the tracebacks, whose frames hold the machine."""
         self.__traceback__ = None
         error: BaseException | None = self.error
-        while error is not None:
+        seen: set[int] = set()  # ids: an error may be its own cause
+        while error is not None and id(error) not in seen:
+            seen.add(id(error))
             error.__traceback__ = None
             error = error.__cause__ or error.__context__
 
@@ -92,7 +95,7 @@ class Machine(RuleBasedStateMachine):
 
     `reachable` has the transitions of the lifecycle tables that its programs can take. `variant` is the number of the
     configuration, of `num_variants`. A rule is interrupted when it has taken `longest` seconds of the processor's time,
-    and again after each `longest` more.
+    and again after each `longest` more; `math.inf` switches this limit off.
     """
 
     longest = LONGEST
@@ -218,13 +221,14 @@ class _TimeLimit:
             if signal.getsignal(signal.SIGVTALRM) is not _interrupt:
                 signal.signal(signal.SIGVTALRM, _interrupt)
             _TimeLimit.running = self._machine
-            signal.setitimer(signal.ITIMER_VIRTUAL, self._machine.longest, self._machine.longest)
+            if math.isfinite(self._machine.longest):
+                signal.setitimer(signal.ITIMER_VIRTUAL, self._machine.longest, self._machine.longest)
 
     def __exit__(self, *_: object) -> None:
         if _in_main_thread():
             seconds_left, _interval = signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
             _TimeLimit.running = None
-            if not self._machine.num_interrupts:
+            if not self._machine.num_interrupts and math.isfinite(self._machine.longest):
                 self._machine.slowest = max(self._machine.slowest, self._machine.longest - seconds_left)
 
 

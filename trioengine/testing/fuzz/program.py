@@ -120,6 +120,10 @@ ENVIRONMENT_RULES = frozenset({"tick", "reorder", "flow", "settle", "move", "car
 JUMPS = (0.2, 1.0, 0.6, 11.0)  # seconds of the rule `advance`
 
 
+class UnknownStep(ValueError):
+    """The machine has no rule of this name, or none that takes these arguments."""
+
+
 @dataclass
 class Program:
     """Arguments are numbers, texts, booleans and None."""
@@ -221,11 +225,11 @@ def pick(candidates: Sequence[T], which: int) -> T:
 def replay(machine: Any, program: Program) -> int:
     """Run the program on a fresh machine, to its teardown; how many steps its preconditions left out.
 
-    Raises the Finding of the machine. Raises ValueError, before anything runs, for a step that is unknown.
+    Raises the Finding of the machine. Raises UnknownStep before anything runs.
     """
     try:
         rules = [_rule_of(machine, program, index) for index in range(len(program.steps))]
-    except ValueError:
+    except UnknownStep:
         with contextlib.suppress(Exception):  # nothing has run: a finding means nothing
             machine.teardown()
         raise
@@ -247,13 +251,13 @@ def _rule_of(machine: Any, program: Program, index: int) -> Rule:
     made: Rule | None = getattr(method, RULE_MARKER, None) or getattr(method, INITIALIZE_RULE_MARKER, None)
     where = f"step {index + 1}: "
     if made is None:
-        raise ValueError(f"{where}the machine {program.machine} has no rule {name!r}")
+        raise UnknownStep(f"{where}the machine {program.machine} has no rule {name!r}")
     if set(arguments) != set(made.arguments):
         takes, given = (", ".join(names) or "nothing" for names in (made.arguments, arguments))
-        raise ValueError(f"{where}{name} takes {takes}, and is given {given}")
+        raise UnknownStep(f"{where}{name} takes {takes}, and is given {given}")
     for key, strategy in made.arguments.items():
         if not _may_draw(strategy, arguments[key]):
-            raise ValueError(f"{where}{name} cannot be given {key}={arguments[key]!r}, but {strategy}")
+            raise UnknownStep(f"{where}{name} cannot be given {key}={arguments[key]!r}, but {strategy}")
     return made
 
 

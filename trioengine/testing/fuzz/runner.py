@@ -18,7 +18,16 @@ from hypothesis.errors import Flaky
 from hypothesis.stateful import get_state_machine_test
 
 from trioengine.testing.fuzz.machine import Finding, Machine
-from trioengine.testing.fuzz.program import BACKEND, ENVIRONMENT_RULES, JUMPS, Program, Step, replay, seed_choices
+from trioengine.testing.fuzz.program import (
+    BACKEND,
+    ENVIRONMENT_RULES,
+    JUMPS,
+    Program,
+    Step,
+    UnknownStep,
+    replay,
+    seed_choices,
+)
 from trioengine.testing.fuzz.trace import Trace
 
 Failed = tuple[Exception, Program]
@@ -68,7 +77,7 @@ def _run(make: Callable[[], Machine], program: Program) -> Failed | None:
         replay(machine, program)
     except Finding as finding:
         return finding.error, Program(program.machine, machine.program.steps, program.variant)
-    except ValueError:
+    except UnknownStep:
         return None
     return None
 
@@ -107,7 +116,7 @@ Progress = Callable[[Report], None]
 
 
 class _Enough(BaseException):
-    """No program runs any more: hypothesis does not catch it."""
+    """Too many rules were interrupted: it ends the search or the trimming. Hypothesis does not catch it."""
 
 
 class Fuzzer:
@@ -252,7 +261,7 @@ class Replayed(NamedTuple):
 
 
 def replayed(make: Callable[[], Machine], program: Program) -> Replayed:
-    """Run a program on a fresh machine, with a trace. Raises ValueError for an unknown step."""
+    """Run a program on a fresh machine, with a trace. Raises UnknownStep."""
     machine = make()
     trace = machine.record()
     try:

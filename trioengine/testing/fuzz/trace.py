@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ _FUZZER = str(Path(__file__).parent)
 _KIT, _PACKAGE = (str(folder) for folder in Path(__file__).parents[1:3])
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(trio.__file__).parent), "<")
 _MOST = 72  # characters of a value
+_AFTER_TIME = " s  "
 
 
 class Trace(Observer, WorkerObserver):
@@ -32,7 +34,14 @@ class Trace(Observer, WorkerObserver):
 
     def add(self, line: str) -> None:
         passes, seconds = self._now()
-        self.lines.append(f"{passes:6} {seconds:8.2f} s  {line}")
+        self.lines.append(f"{passes:6} {seconds:8.2f}{_AFTER_TIME}{line}")
+
+    def folded(self) -> Iterator[str]:
+        """Return the lines, and one for a run of lines that differ only in their passes and times."""
+        for _, run in itertools.groupby(self.lines, key=lambda line: line.partition(_AFTER_TIME)[2]):
+            first, *more = run
+            last = more[-1].partition(_AFTER_TIME)[0].split()[-1] if more else ""
+            yield f"{first}, {len(more) + 1} times to {last} s" if more else first
 
     def rule(self, name: str, arguments: Mapping[str, Any]) -> None:
         """A rule begins."""

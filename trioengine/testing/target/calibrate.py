@@ -42,7 +42,7 @@ class NoTarget(Exception):
 def detect(target: Target) -> Action[Dialect]:
     """Find the dialect by its metrics, or by routes that one kind of server has."""
     exchange = Exchange(target)
-    page = yield from _once_loaded(lambda: exchange.fetch("GET", "/metrics", None, PATIENCE))
+    page = yield from _once_loaded(target, lambda: exchange.fetch("GET", "/metrics", None, PATIENCE))
     if page.status is None:
         state = "accepts connections, but does not answer" if page.end is None else "does not answer"
         raise NoTarget(f"{target.host} {state}")
@@ -64,7 +64,7 @@ def calibrate(target: Target, model: str | None = None) -> Action[Target]:
     """Return the target with everything that the oracles compare with. Raises NoTarget."""
     exchange = Exchange(target)
     target.model = model or (yield from _first_model(exchange))
-    yield from _once_loaded(lambda: exchange.complete(GOLDEN_PROMPT, 1, PATIENCE))
+    yield from _once_loaded(target, lambda: exchange.complete(GOLDEN_PROMPT, 1, PATIENCE))
     slowest, fastest = 0.0, PATIENCE
     answers: list[Answer] = []
     for repeat in range(REPEATS):
@@ -99,24 +99,26 @@ def measure_start(target: Target) -> Action[None]:
     target.allow_starts((yield Now()) - begin)
 
 
-def _once_loaded(request: Callable[[], Action[Response]]) -> Action[Response]:
-    """Repeat a request while the answer is 503, which servers send while they load a model."""
-    deadline = (yield Now()) + PATIENCE
+def _once_loaded(target: Target, request: Callable[[], Action[Response]]) -> Action[Response]:
+    """Repeat a request while the answer is 503, which servers send while they load a model, for PATIENCE in all."""
+    if target.load_by is None:
+        target.load_by = (yield Now()) + PATIENCE
     response = yield from request()
-    while response.status == 503 and (yield Now()) < deadline:
+    while response.status == 503 and (yield Now()) < target.load_by:
         yield Wait(1.0)
         response = yield from request()
     return response
 
 
 def _first_model(exchange: Exchange) -> Action[str]:
-    page = yield from _once_loaded(lambda: exchange.fetch("GET", exchange.target.dialect.models, None, PATIENCE))
+    target = exchange.target
+    page = yield from _once_loaded(target, lambda: exchange.fetch("GET", target.dialect.models, None, PATIENCE))
     value = json_of(page.body.decode("utf-8", "replace"))
     models = value.get("data") if isinstance(value, dict) else None
     if page.status is None:
-        raise NoTarget(f"{exchange.target.host} does not answer")
+        raise NoTarget(f"{target.host} does not answer")
     if page.status != 200 or not isinstance(models, list) or not models:
-        raise NoTarget(f"{exchange.target.dialect.models} answers {page.status}, and lists no model: give --model")
+        raise NoTarget(f"{target.dialect.models} answers {page.status}, and lists no model: give --model")
     return str(models[0].get("id"))
 
 

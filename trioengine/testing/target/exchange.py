@@ -48,6 +48,7 @@ class Target:
     most: dict[str, int] = field(default_factory=dict)  # arguments of the steps, by name, that a slow server permits
     slack: float = 0.0  # seconds of `deadline` in which a worker may start, which the return to rest does not need
     golden: Golden = field(default_factory=Golden)
+    load_by: float | None = None  # moment until which it may load its model: set by the first request
     process: tuple[int, int] | None = None  # figures after the first programs
     headers: dict[str, str] = field(default_factory=dict, repr=False)
 
