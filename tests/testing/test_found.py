@@ -462,6 +462,20 @@ FALSE_ALARMS = {
         ],
         2,
     ),
+    "a raw request is refused beyond the limit, and shows no id": (
+        "HttpMachine",
+        [
+            ("begin", {"ready": True, "clients": 1}),
+            ("connect", {"key": 0}),
+            ("observe", {"which": 0, "what": "metrics"}),
+            ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "streams": False, "how": "pieces", "rounds": 6}),
+            ("connect", {"key": 0}),
+            ("probe", {"which": 0, "name": "url"}),
+            ("go", {"which": 0, "how": "half-close"}),
+            ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "streams": False, "how": "whole", "rounds": 6}),
+        ],
+        2,
+    ),
 }
 
 
