@@ -5,14 +5,19 @@ from __future__ import annotations
 import gc
 import math
 import signal
+import sysconfig
 import threading
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Self
 
+import hypothesis
+import outcome
+import trio
 from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine
 
@@ -26,10 +31,13 @@ from trioengine.core.lifecycle import (
     PowerEvent,
     PowerStage,
 )
+from trioengine.testing import sim_loop
 from trioengine.testing.fuzz.program import Program, RuleSwarm
 from trioengine.testing.fuzz.trace import Trace
 from trioengine.testing.sim_loop import Livelock
 
+_STANDARD = sysconfig.get_path("stdlib")
+_FRAGILE = (*(str(Path(each.__file__ or "").parent) for each in (trio, outcome, hypothesis)), sim_loop.__file__)
 LONGEST = 2.0  # seconds of the processor's time: a hundred times more than any rule needs
 
 
@@ -240,11 +248,20 @@ def _interrupt(_: int, frame: FrameType | None) -> None:
     machine = _TimeLimit.running
     if machine is None:  # the timer went off as it was stopped
         return
-    if frame is not None and frame.f_code.co_name == "gc_callback":  # hypothesis' own, whose errors are ignored
+    if _would_break(frame):
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.01, machine.longest)
         return
     machine.num_interrupts += 1
     raise Livelock("a task has run without a checkpoint, and let no other one run")
+
+
+def _would_break(frame: FrameType | None) -> bool:
+    """Whether an exception from here would break a loop or be lost, unlike one in a task or in a check."""
+    while frame is not None and frame.f_code.co_filename.startswith(_STANDARD):
+        if frame.f_code.co_filename.startswith(_FRAGILE):
+            return True
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_filename.startswith(_FRAGILE)
 
 
 def _leaf(error: Exception) -> Exception:
