@@ -270,6 +270,7 @@ async def test_the_request_is_let_go_of_before_the_first_token(autojump_clock, c
         await client.send("POST", CHAT, chat("hello", max_tokens=400))
         await wait_all_tasks_blocked()
         assert clients.engine.statistics().running + clients.engine.statistics().waiting == 1
+        gc.collect()  # the garbage of other tests
         objects = gc.get_objects()
         assert not [entry for entry in objects if type(entry) is ChatRequest]
         assert not [entry for entry in objects if type(entry) is HttpRequest and entry.body]
