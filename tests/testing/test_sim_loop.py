@@ -219,7 +219,15 @@ def test_a_loop_that_is_given_up_leaves_nothing_behind():
     loop.close()
 
 
-def test_an_interrupt_comes_out():
+@pytest.fixture
+def interruptible():
+    """As if the tests had not been started as a background job, for which a shell ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_comes_out(interruptible):
     """Whether it hits a task, or what is between the passes."""
     loop = SimLoop()
 
