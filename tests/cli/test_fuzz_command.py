@@ -256,6 +256,13 @@ def run_apart(script, *arguments):
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
+def written(folder, text):
+    """A script in a file, which the processes of searches import, too."""
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
 @pytest.mark.parametrize("when", ["while it is shrunk", "while it is trimmed"])
 def test_an_interrupt_ends_it_and_keeps_what_was_found(tmp_path, when):
     keep = tmp_path / "found.json"
@@ -286,8 +293,7 @@ def test_jobs_change_nothing_but_the_time():
 
 
 def test_jobs_find_the_same(tmp_path):
-    keep, script = tmp_path / "found.json", tmp_path / "script.py"
-    script.write_text(WITH_A_MUTANT)
+    keep, script = tmp_path / "found.json", written(tmp_path, WITH_A_MUTANT)
 
     def found(*arguments):
         ended = run_apart(script, "--examples", 1200, "--keep", keep, *arguments)
@@ -314,9 +320,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_an_interrupt_ends_all_searches(tmp_path, jobs):
-    script = tmp_path / "script.py"
-    script.write_text(INTERRUPTED_PARENT)
-    ended = run_apart(script, "--seconds", 1000, "--jobs", jobs)
+    ended = run_apart(written(tmp_path, INTERRUPTED_PARENT), "--seconds", 1000, "--jobs", jobs)
     assert (ended.returncode, ended.stderr) == (130, "")
     assert ended.stdout.startswith("nothing found, and interrupted: EngineMachine ")
     assert ("PowerMachine" in ended.stdout) == (jobs == 2)
@@ -360,9 +364,7 @@ if __name__ == "__main__":
 
 
 def test_a_process_that_dies_is_named(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(DYING)
-    ended = run_apart(script, "--examples", 60, "--jobs", 2)
+    ended = run_apart(written(tmp_path, DYING), "--examples", 60, "--jobs", 2)
     assert ended.returncode == 3
     assert ended.stderr == "trioengine: error: the fuzzer failed: the process of PowerMachine ended with exit code 7\n"
 
@@ -383,9 +385,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_an_error_of_a_search_is_the_fuzzers_own(tmp_path, jobs):
-    script = tmp_path / "script.py"
-    script.write_text(FAILING)
-    ended = run_apart(script, "--examples", 60, "--jobs", jobs)
+    ended = run_apart(written(tmp_path, FAILING), "--examples", 60, "--jobs", jobs)
     assert (ended.returncode, ended.stderr) == (3, "")
     assert ended.stdout.startswith("the fuzzer itself failed: TypeError: a bug\n")
 

@@ -4,6 +4,7 @@ import gc
 import math
 import weakref
 from contextlib import suppress
+from typing import ClassVar
 
 import pytest
 import trio
@@ -290,7 +291,7 @@ def test_a_finding_whose_error_is_its_own_cause_is_let_go():
 class Spin(Echo):
     """An aborted request is asked again; the loop that is to send both answers never ends."""
 
-    spent = []  # noqa: RUF012 -- seconds of the processor's time until each interrupt, of all programs
+    spent: ClassVar = []  # seconds of the processor's time until each interrupt, of all programs
 
     async def answer(self, session, line):
         completions = [await session.ask("a", max_tokens=3)]

@@ -104,6 +104,7 @@ def _all_arguments(rule: Rule) -> SearchStrategy[dict[str, Any]]:
 @functools.cache
 def _unwrapped(strategy: SearchStrategy[Any]) -> SearchStrategy[Any]:
     """The strategy that a lazy one stands for."""
+    # hypothesis' own function, which has no types
     unwrapped: SearchStrategy[Any] = unwrap_strategies(strategy)  # type: ignore[no-untyped-call]
     return unwrapped
 
