@@ -29,6 +29,7 @@ count = Fuzzer._count
 def interrupt_after_the_finding(self, machine):
     count(self, machine)
     if machine.finding is not None:
+        Fuzzer._count = count
         signal.raise_signal(signal.SIGINT)
 
 if sys.argv.pop() == "while it is shrunk":
@@ -38,6 +39,7 @@ else:
 
     def interrupt_while_trimmed(self):
         if self.report.failure is not None:
+            Fuzzer._make = make
             signal.raise_signal(signal.SIGINT)
         return make(self)
 

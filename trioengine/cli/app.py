@@ -250,9 +250,7 @@ def fuzz(
         str | None,
         typer.Option(help="Only engine, power, realtime, http, client or core; or yours: file.py:Class."),
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="How many machines run at a time. [default: the number of processors]")
-    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="How many machines run at a time. [default: all]")] = None,
     keep: Annotated[
         Path | None,
         typer.Option(help="Where the program that failed is kept. [default: fuzz-failure.json or fuzz-finding.json]"),

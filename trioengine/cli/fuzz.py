@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -80,41 +79,23 @@ def fuzz(
     names = list(MACHINES) if machine is None else [machine]
     machines = [_machine(name) for name in names]
     _check_writable(keep)
-    jobs = min(jobs or os.cpu_count() or 1, len(names))
+    jobs = min(jobs or len(names), len(names))
     share = None if seconds is None else seconds / math.ceil(len(names) / jobs)
     programs = [None] * len(names) if examples is None else shares(examples, len(names))
     tasks = [Search(made, seed, profile, count, share, trace) for made, count in zip(machines, programs, strict=True)]
+    died: SearchDied | None = None
     with Progress() as progress:
-        searches = Searches(tasks, jobs, progress.show)
-        died = _run(searches, in_order=seconds is None)
+        searches = Searches(tasks, jobs, progress.show, in_order=seconds is None)
+        try:
+            searches.run()
+        except SearchDied as exc:
+            died = exc
     code = _show(searches, machines, keep)
     if died is not None:
         print(f"trioengine: error: the fuzzer failed: {died}", file=sys.stderr)
     if searches.interrupted:
         raise KeyboardInterrupt
     return code or (FUZZER_FAILED if died is not None else 0)
-
-
-def _run(searches: Searches, *, in_order: bool) -> SearchDied | None:
-    """Run up to the first search that fails: the first to end, or if `in_order` the first in their order.
-
-    In their order, the number of jobs does not change the result. Return the error if a process died.
-    """
-    results = searches.results
-
-    def is_enough() -> bool:
-        failed = min((index for index in results if results[index].has_failed), default=None)
-        return failed is not None and (not in_order or all(before in results for before in range(failed)))
-
-    try:
-        searches.run(is_enough)
-    except SearchDied as exc:
-        return exc
-    finally:
-        first = min((index for index in results if results[index].has_failed), default=len(results))
-        for index in [index for index in results if in_order and index > first]:  # which only some numbers of jobs run
-            del results[index]
-    return None
 
 
 def _show(searches: Searches, machines: Sequence[type[Machine]], keep: Path) -> int:
@@ -186,7 +167,8 @@ def replay_file(path: Path, *, trace: bool) -> int:
         f"steps of tasks {found.machine.checksum}"
     )
     if found.failure is not None:
-        print(failure_text(found.failure, kept.program, found.trace, whole=trace))
+        with silence():
+            print(failure_text(found.failure, machine_type, kept.program, found.trace, whole=trace))
         return FUZZER_FAILED if is_fuzzers_own(found.failure) else 1
     print("it does not fail")
     if trace:

@@ -98,8 +98,8 @@ def _complaint(machine: type[Machine], report: Report, path: Path) -> str:
     failure, program = report.failure, report.program
     assert failure is not None and program is not None, "a failure has its program"
     with silence():
-        found = replayed(machine.with_variant(program.variant), program)
-    text = failure_text(failure, program, found.trace)
+        trace = replayed(machine.with_variant(program.variant), program).trace
+        text = failure_text(failure, machine, program, trace)
     where = "kept from an earlier run"
     if report.programs_to_find:
         where = f"found in program {report.programs_to_find} of seed {report.seed}"

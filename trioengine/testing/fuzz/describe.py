@@ -1,14 +1,23 @@
-"""Failures as texts: the error and its place, the program, the end of its trace, the traceback."""
+"""Failures as texts: the error and its place, suspect functions, the program, the end of its trace, the traceback."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import traceback
+from collections.abc import Iterator
+from pathlib import Path
 
+from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.program import Program
+from trioengine.testing.fuzz.suspects import suspects
 from trioengine.testing.fuzz.trace import Trace, is_fuzzers_own, place
+from trioengine.testing.sim_loop import Livelock
 
 TRACE_LINES = 25  # shown of a trace
 ERROR_LINES = 6  # shown of an error above its program
+SUSPECTS = 9  # shown
+_PACKAGES = str(Path(__file__).parents[3])
 
 
 def error_text(failure: Exception) -> str:
@@ -28,11 +37,38 @@ def trace_text(trace: Trace, *, whole: bool) -> str:
     return "\n".join([head, *lines])
 
 
-def failure_text(failure: Exception, program: Program, trace: Trace, *, whole: bool = False) -> str:
-    """Describe a failure with its program, its trace and its traceback."""
-    stack = "".join(traceback.format_exception(failure))  # has the whole message
-    first = _shortened(error_text(failure))
-    return "\n\n".join([first, str(program), trace_text(trace, whole=whole), stack])
+def suspects_text(machine: type[Machine], program: Program) -> str:
+    """Return the functions in which the program, which fails, differs most from those that pass; by file."""
+    found = suspects(machine, program)
+    lines = [f"suspects, with the rarest steps (in so many of {found.num_programs} programs that pass):"]
+    for file, functions in itertools.groupby(found.functions[:SUSPECTS], key=lambda suspect: suspect.file):
+        names = (f"{suspect.line} {suspect.function} ({suspect.times})" for suspect in functions)
+        lines.append(f"  {_short_path(file)}: {', '.join(names)}")
+    return "\n".join(lines)
+
+
+def _short_path(file: str) -> str:
+    """Relative to the package's parent or to the working directory, where it is in one of these."""
+    folder = next((folder for folder in (_PACKAGES, os.getcwd()) if file.startswith(f"{folder}/")), "")
+    return file.removeprefix(f"{folder}/")
+
+
+def failure_text(
+    failure: Exception, machine: type[Machine], program: Program, trace: Trace, *, whole: bool = False
+) -> str:
+    """Describe a failure with its suspects, its program, its trace and its traceback."""
+    return "\n\n".join(_paragraphs(failure, machine, program, trace, whole))
+
+
+def _paragraphs(
+    failure: Exception, machine: type[Machine], program: Program, trace: Trace, whole: bool
+) -> Iterator[str]:
+    yield _shortened(error_text(failure))
+    if not isinstance(failure, Livelock):  # which has its place, and takes long
+        yield suspects_text(machine, program)
+    yield str(program)
+    yield trace_text(trace, whole=whole)
+    yield "".join(traceback.format_exception(failure))  # has the whole message
 
 
 def _shortened(text: str) -> str:

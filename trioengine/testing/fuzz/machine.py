@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Self
@@ -119,6 +119,7 @@ class Machine(RuleBasedStateMachine):
         self.program = Program(type(self).__name__, variant=self.variant)
         self.coverage = Coverage()
         self._taps = ExitStack()  # contexts that are left in the end
+        self.around_rules: AbstractContextManager[object] = nullcontext()  # entered for each rule, and for `_finish`
         self.finding: Finding | None = None
         self.trace: Trace | None = None  # kept since `record`
         self.on_end: Callable[[Machine], None] | None = None  # called with the machine after every end
@@ -183,6 +184,7 @@ class Machine(RuleBasedStateMachine):
                     self.trace.add("the end")
                 self._try(self._finish)
         finally:
+            self.around_rules = nullcontext()
             try:
                 self._try(self._close)
             finally:
@@ -196,7 +198,7 @@ class Machine(RuleBasedStateMachine):
 
     def _try(self, step: Callable[[], None]) -> None:
         try:
-            with self._time_limit:
+            with self._time_limit, self.around_rules:
                 step()
         except HypothesisException:
             raise

@@ -80,7 +80,7 @@ def _described(report: Report, machine: type[Machine], *, whole: bool) -> Result
         return Result(report)
     program.machine = name_of(machine)
     trace = replayed(machine.with_variant(program.variant), program).trace
-    text = failure_text(failure, program, trace, whole=whole)
+    text = failure_text(failure, machine, program, trace, whole=whole)
     kept = program.to_json(seed=report.seed, found=str(failure))
     return Result(replace(report, failure=None), text, kept, is_fuzzers_own(failure))
 
@@ -88,28 +88,28 @@ def _described(report: Report, machine: type[Machine], *, whole: bool) -> Result
 class Searches:
     """Searches of which up to `jobs` run at a time; a single one runs in this process.
 
-    `results` are by the index of the task. The first interrupt ends all searches after their current programs, so that
-    nothing that was found is lost; the second one ends them at once.
+    `results` are by the index of the task. A search that has found something ends the others, or with `in_order` only
+    those behind it, so that the number of jobs does not change the results. The first interrupt ends all searches after
+    their current programs, so that nothing that was found is lost; the second one ends them at once.
     """
 
-    def __init__(self, tasks: Sequence[Search], jobs: int, progress: Progress) -> None:
+    def __init__(self, tasks: Sequence[Search], jobs: int, progress: Progress, *, in_order: bool) -> None:
         self.results: dict[int, Result] = {}
         self.interrupted = False
         self._tasks = tasks
         self._jobs = min(jobs, len(tasks))
         self._progress = progress
+        self._in_order = in_order
+        self._waiting = deque(enumerate(tasks))
         self._running: dict[Connection, tuple[int, BaseProcess]] = {}
 
-    def run(self, is_enough: Callable[[], bool]) -> None:
-        """Run until all are over, or `is_enough` returns True, which is called after each result.
-
-        Raises SearchDied, and KeyboardInterrupt at the second interrupt.
-        """
+    def run(self) -> None:
+        """Run until all are over. Raises SearchDied, and KeyboardInterrupt at the second interrupt."""
         with self._first_interrupt_noted():
             if self._jobs == 1:
-                self._run_here(is_enough)
+                self._run_here()
             else:
-                self._run_apart(is_enough)
+                self._run_apart()
 
     @contextmanager
     def _first_interrupt_noted(self) -> Iterator[None]:
@@ -125,31 +125,41 @@ class Searches:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def _run_here(self, is_enough: Callable[[], bool]) -> None:
+    def _run_here(self) -> None:
         for index, task in enumerate(self._tasks):
             self.results[index] = search(task, self._progress, lambda: self.interrupted)
-            if self.interrupted or is_enough():
+            if self.interrupted or self.results[index].has_failed:
                 return
 
-    def _run_apart(self, is_enough: Callable[[], bool]) -> None:
-        waiting = deque(enumerate(self._tasks))
+    def _run_apart(self) -> None:
         try:
-            while self._running or (waiting and not self.interrupted):
-                while waiting and len(self._running) < self._jobs and not self.interrupted:
-                    self._start(*waiting.popleft())
-                num_results = len(self.results)
+            while self._running or (self._waiting and not self.interrupted):
+                while self._waiting and len(self._running) < self._jobs and not self.interrupted:
+                    self._start(*self._waiting.popleft())
                 for connection in cast("list[Connection]", wait(list(self._running), timeout=REFRESH)):
-                    self._receive(connection)
-                if len(self.results) > num_results and is_enough():
-                    return
+                    if connection in self._running:
+                        self._receive(connection)
                 if self.interrupted:
                     for connection in self._running:
                         with suppress(OSError):  # it has ended
                             connection.send("stop")
         finally:
-            for _, process in self._running.values():
-                process.kill()
-                process.join()
+            self._end(list(self._running))
+
+    def _end(self, connections: Sequence[Connection]) -> None:
+        for connection in connections:
+            _, process = self._running.pop(connection)
+            process.kill()
+            process.join()
+            connection.close()
+
+    def _end_others(self, than: int) -> None:
+        """End the searches that do not matter any more, since this one has found something."""
+        last = than if self._in_order else -1
+        self._end([each for each, (index, _) in self._running.items() if index > last and index != than])
+        self._waiting.clear()  # each is behind those that run
+        for index in [index for index in self.results if self._in_order and index > than]:
+            del self.results[index]
 
     def _start(self, index: int, task: Search) -> None:
         context = get_context("spawn")  # so that it inherits neither handlers of signals nor descriptors
@@ -175,21 +185,27 @@ class Searches:
             raise SearchDied(f"the process of {process.name} ended with exit code {process.exitcode}") from None
         if isinstance(message, Report):
             self._progress(message)
+            if message.programs_to_find:
+                self._end_others(index)
             return
         self.results[index] = message
         del self._running[connection]
         connection.close()
         process.join()
+        if message.has_failed:
+            self._end_others(index)
 
 
 def _search_and_send(task: Search, connection: Connection) -> None:
     """Run a search in a process of its own, which ends early if its parent asks for it, or is gone."""
     sent = time.monotonic()
+    has_found = False
 
     def send_report(report: Report) -> None:
-        nonlocal sent
-        if (now := time.monotonic()) - sent >= REFRESH:
-            sent = now
+        nonlocal sent, has_found
+        now = time.monotonic()
+        if now - sent >= REFRESH or bool(report.programs_to_find) > has_found:
+            sent, has_found = now, bool(report.programs_to_find)
             connection.send(replace(report, failure=None))
 
     try:

@@ -45,14 +45,14 @@ def trimmed(make: Callable[[], Machine], failed: Failed) -> Failed:
         while size > 1 or before is not failed[1]:
             before, size = failed[1], max(1, size // 2)
             for index in reversed(range(0, len(before.steps), size)):
-                shorter = _simpler(failed[1].steps, index, size)
+                shorter = simpler(failed[1].steps, index, size)
                 attempts = (_run(make, Program(before.machine, steps, before.variant)) for steps in shorter)
                 failed = next(filter(None, attempts), failed)
     return failed
 
 
-def _simpler(steps: list[Step], index: int, size: int) -> Iterator[list[Step]]:
-    """Without so many steps; for one, with a mere pass in its place; two passes, or two jumps, as one."""
+def simpler(steps: list[Step], index: int, size: int) -> Iterator[list[Step]]:
+    """Without so many steps at `index`; for one, with a mere pass in its place; two passes, or two jumps, as one."""
     if index >= len(steps):  # a shorter one was found since
         return
     if size > 1:

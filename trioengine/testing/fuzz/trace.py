@@ -86,6 +86,11 @@ def _short(value: object) -> str:
     return text if len(text) <= _MOST else f"{text[:_MOST]}..."
 
 
+def is_under_test(file: str) -> bool:
+    """Whether code is neither a library's nor the kit's."""
+    return not file.startswith(_KIT) and (file.startswith(_PACKAGE) or not file.startswith(_LIBRARIES))
+
+
 def place(error: BaseException) -> str:
     """The innermost line of the error's traceback that is neither a library's nor the kit's.
 
