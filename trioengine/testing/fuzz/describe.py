@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +48,7 @@ def suspects_text(machine: type[Machine], program: Program) -> str:
 
 def _short_path(file: str) -> str:
     """Relative to the package's parent or to the working directory, where it is in one of these."""
-    folder = next((folder for folder in (_PACKAGES, os.getcwd()) if file.startswith(f"{folder}/")), "")
+    folder = next((folder for folder in (_PACKAGES, Path.cwd()) if file.startswith(f"{folder}/")), "")
     return file.removeprefix(f"{folder}/")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import signal
-import sysconfig
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -33,11 +32,14 @@ from trioengine.core.lifecycle import (
 )
 from trioengine.testing import sim_loop
 from trioengine.testing.fuzz.program import Program, RuleSwarm
-from trioengine.testing.fuzz.trace import Trace
+from trioengine.testing.fuzz.trace import Trace, is_library
 from trioengine.testing.sim_loop import Livelock
 
-_STANDARD = sysconfig.get_path("stdlib")
-_FRAGILE = (*(str(Path(each.__file__ or "").parent) for each in (trio, outcome, hypothesis)), sim_loop.__file__)
+_FRAGILE = (
+    *(str(Path(each.__file__ or "").parent) for each in (trio, outcome, hypothesis)),
+    sim_loop.__file__,
+    str(Path(__file__).with_name("suspects.py")),  # its tracer is called in all frames
+)
 LONGEST = 2.0  # seconds of the processor's time: a hundred times more than any rule needs
 
 
@@ -259,7 +261,7 @@ def _interrupt(_: int, frame: FrameType | None) -> None:
 
 def _would_break(frame: FrameType | None) -> bool:
     """Whether an exception from here would break a loop or be lost, unlike one in a task or in a check."""
-    while frame is not None and frame.f_code.co_filename.startswith(_STANDARD):
+    while frame is not None and is_library(frame.f_code.co_filename):
         if frame.f_code.co_filename.startswith(_FRAGILE):
             return True
         frame = frame.f_back

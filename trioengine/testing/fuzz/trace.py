@@ -86,9 +86,14 @@ def _short(value: object) -> str:
     return text if len(text) <= _MOST else f"{text[:_MOST]}..."
 
 
+def is_library(file: str) -> bool:
+    """Whether code in this file is neither this package's nor a user's."""
+    return file.startswith(_LIBRARIES) and not file.startswith(_PACKAGE)
+
+
 def is_under_test(file: str) -> bool:
-    """Whether code is neither a library's nor the kit's."""
-    return not file.startswith(_KIT) and (file.startswith(_PACKAGE) or not file.startswith(_LIBRARIES))
+    """Whether code in this file is neither a library's nor the kit's."""
+    return not is_library(file) and not file.startswith(_KIT)
 
 
 def place(error: BaseException) -> str:
