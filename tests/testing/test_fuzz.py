@@ -74,8 +74,10 @@ REACHED = {
         "a worker's last frame is torn",
         "an image failed its request",
         "images are larger than the whole budget",
+        "messages and token ids are mixed",
         "num preemptions",
         "prefix cache hits",
+        "token ids are replaced by a history",
     },
     "RealtimeMachine": WHILE_A_RESPONSE_IS_ACTIVE
     | MORE_THAN_THERE_IS_ROOM_FOR
