@@ -51,6 +51,7 @@ IMAGE_MOMENTS = (
 REACHED = {
     "PowerMachine": TABLE_STATES - OUT_OF_REACH
     | {
+        "a reader of the states missed some",
         "a resumed request resent its images",
         "sleep with a parked request",
     },
