@@ -108,7 +108,7 @@ GATE_MUTANTS = (
             replaced(Session, "__aenter__", _open_under_the_lock), replaced(Session, "__aexit__", _leave_under_the_lock)
         ),
         shows=r"(waits? forever|goes on)[\s\S]*(lock\.acquire|_LOCKED)|the worker holds sessions|slots are taken"
-        r"|has not ended|it waits forever: <holder|is not to wait, and waits",
+        r"|has not ended|it waits forever: <holder|is not to wait, and waits|to be opened, and waits on",
     ),
     Mutant(
         "F28",

@@ -172,7 +172,7 @@ IMAGE_MUTANTS = (
         "F22d",
         "a request that is cancelled while its images are sealed keeps their reservation",
         replaced(RequestImages, "_making", _keep_the_reservation),
-        shows=r"\d reservations, for \d requests",
+        shows=r"\d reservations, for \d requests|are in flight, for nothing",
     ),
     Mutant(
         "F22e",

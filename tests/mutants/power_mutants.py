@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from mutant import Mutant, replaced, together
 
-from trioengine.actors import session
+from trioengine.actors import power, session
 from trioengine.actors.engine import Engine
 from trioengine.actors.gate import Gate
 from trioengine.actors.power import PowerActor
-from trioengine.actors.power_change import InFlightPolicy, Mode, PowerChange
+from trioengine.actors.power_change import InFlightPolicy, Mode, PowerChange, PowerState, StateSubscription
 from trioengine.actors.request import Request
 from trioengine.actors.runtime import Runtime
 from trioengine.actors.session_actor import SessionActor
-from trioengine.core.errors import Outcome
+from trioengine.core.errors import Outcome, RequestRejected
 from trioengine.core.lifecycle import Power, PowerEvent
 from trioengine.core.power import ALL_TAGS, SleepState, Tag
 from trioengine.core.types import Cause, FinishReason
@@ -132,6 +133,35 @@ def _wake_without_weights(wake: Any) -> Any:
 
 _CRASHED = r"TransitionFailed\('the engine is closed'\)"  # the actor is gone
 
+
+def _abort_before_the_check(sleep: Any) -> Any:
+    def mutant(self: PowerActor, *arguments: Any, **flags: Any) -> PowerChange:
+        try:
+            change: PowerChange = sleep(self, *arguments, **flags)
+        except RequestRejected:
+            self._sessions.abort_all(Cause.SLEEP)
+            raise
+        return change
+
+    return mutant
+
+
+def _keep_all_unread(put: Any) -> Any:
+    def mutant(self: StateSubscription, state: PowerState) -> None:
+        self._unread = deque(self._unread)
+        put(self, state)
+
+    return mutant
+
+
+def _go_on_at_the_end(put: Any) -> Any:
+    def mutant(self: StateSubscription, state: PowerState) -> None:
+        put(self, state)
+        self._is_over = False
+
+    return mutant
+
+
 POWER_MUTANTS = (
     Mutant(
         "F12",
@@ -199,6 +229,41 @@ POWER_MUTANTS = (
         "a wake after level 2 serves weights that were never loaded",
         replaced(ToyRunner, "wake", _wake_without_weights),
         shows="the model's|of none of the weights",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F65",
+        "a sleep whose arguments are refused aborts requests",
+        replaced(PowerActor, "sleep", _abort_before_the_check),
+        shows="it was refused, and",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F66",
+        "an update to an empty path is made",
+        replaced(power, "path_of", lambda _: str),
+        shows="update to|machines announce changes",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F67",
+        "the states that a slow reader did not read fill memory",
+        replaced(StateSubscription, "put", _keep_all_unread),
+        shows="read was",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F67b",
+        "a reader of the states that has left is kept",
+        replaced(StateSubscription, "__exit__", lambda _: lambda *_: None),
+        shows="all callers have gone",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F67c",
+        "a reader of the states waits after the end of the engine",
+        replaced(StateSubscription, "put", _go_on_at_the_end),
+        shows="its states go on",
         machine="PowerMachine",
     ),
 )

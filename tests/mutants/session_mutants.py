@@ -85,7 +85,7 @@ SESSION_MUTANTS = (
             Transition(Phase.IDLE, _A, (Action.POST_STOP_SESSION, Action.SETTLE_ABORTED)),
         ),
         shows="not the session's|in flight|committed was|rows come after"
-        "|waits? forever|the model's is|was ended by error",
+        "|waits? forever|the model's is|was ended by error|has its request",
     ),
     Mutant(
         "F8",

@@ -55,6 +55,15 @@ def _lose_the_first_token(prepare: Any) -> Any:
     return mutated
 
 
+def _stay_raw(replace: Any) -> Any:
+    def mutated(conversation: Conversation, history: Any) -> None:
+        is_raw = conversation._is_raw
+        replace(conversation, history)
+        conversation._is_raw = is_raw
+
+    return mutated
+
+
 TEXT_MUTANTS = (
     Mutant(
         "F49",
@@ -85,5 +94,11 @@ TEXT_MUTANTS = (
         "a prompt of token ids loses its first token",
         replaced(Conversation, "_prepare_raw", _lose_the_first_token),
         shows="the model's|counted wrongly|the prompt has",
+    ),
+    Mutant(
+        "F64",
+        "a conversation takes no messages after token ids that were replaced by a history",
+        replaced(Conversation, "replace", _stay_raw),
+        shows="its turns are of one kind",
     ),
 )

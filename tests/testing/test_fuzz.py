@@ -51,6 +51,7 @@ IMAGE_MOMENTS = (
 REACHED = {
     "PowerMachine": TABLE_STATES - OUT_OF_REACH
     | {
+        "a reader of the states missed some",
         "a resumed request resent its images",
         "sleep with a parked request",
     },
@@ -74,8 +75,10 @@ REACHED = {
         "a worker's last frame is torn",
         "an image failed its request",
         "images are larger than the whole budget",
+        "messages and token ids are mixed",
         "num preemptions",
         "prefix cache hits",
+        "token ids are replaced by a history",
     },
     "RealtimeMachine": WHILE_A_RESPONSE_IS_ACTIVE
     | MORE_THAN_THERE_IS_ROOM_FOR

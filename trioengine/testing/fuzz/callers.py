@@ -148,6 +148,7 @@ class Reader:
     wait: bool | None
     media: str = ""  # names of pictures
     label: str = ""
+    raw: tuple[int, ...] = ()  # token ids, in the place of the prompt
     generation: Generation | None = None
     error: EngineError | None = None
     task: trio.lowlevel.Task | None = None
@@ -174,7 +175,7 @@ class Reader:
         try:
             with self.scope:
                 self.generation = session.generate(
-                    self.prompt,
+                    self.raw or self.prompt,
                     self.params,
                     media=media_of(content_of(self.media, self.prompt)),
                     keep_partial=self.keep_partial,

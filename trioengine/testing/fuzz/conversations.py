@@ -96,6 +96,7 @@ class Shown:
 
 Content: TypeAlias = str | Shown
 Turn: TypeAlias = tuple[str, Content]  # role and content
+RAW = "token ids"  # the role of a turn of raw token ids: each character of its content stands for one
 
 
 LONG: tuple[Turn, ...] = (  # two turns that leave room in the context for a short answer to a short prompt
@@ -107,6 +108,16 @@ LONG: tuple[Turn, ...] = (  # two turns that leave room in the context for a sho
 def content_of(media: str, text: str) -> Content:
     """A message's content with these pictures, named one after the other."""
     return Shown(tuple(media.split()), text) if media else text
+
+
+def raw_turn(token_ids: Iterable[int]) -> Turn:
+    """A turn of raw token ids: a prompt, or an answer to one."""
+    return RAW, "".join(map(chr, token_ids))
+
+
+def is_mixed(turns: Iterable[Turn]) -> bool:
+    """Whether there are both messages and raw token ids, which no conversation may have."""
+    return len({role == RAW for role, _ in turns}) > 1
 
 
 def text_of(content: Content) -> str:
@@ -238,6 +249,9 @@ class FuzzPrompt(NamedTuple):
 @lru_cache(maxsize=1 << 14)
 def prompt_of(turns: tuple[Turn, ...]) -> FuzzPrompt:
     """The whole conversation rendered and tokenized at once, which the engine never does."""
+    assert not is_mixed(turns), f"messages and token ids are in one conversation: {turns}"
+    if turns and turns[0][0] == RAW:
+        return FuzzPrompt(tuple(ord(each) for _, content in turns for each in text_of(content)), ())
     model = toy_model()
     tokenizer = ChatTokenizer(model.tokenizer, model.chat_template)
     messages = [{"role": role, "content": _marked(content)} for role, content in turns]

@@ -15,8 +15,10 @@ from trioengine.testing.fuzz.callers import UNPREPARED, Reader, SessionHolder, S
 from trioengine.testing.fuzz.conversations import (
     LONG,
     MEDIA,
+    RAW,
     Turn,
     content_of,
+    is_mixed,
     messages_of,
     pictures_of,
     prompt_ids,
@@ -24,7 +26,7 @@ from trioengine.testing.fuzz.conversations import (
 )
 from trioengine.testing.fuzz.oracles import asked, committed
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.sessions_machine import WAIT, WHICH, SessionsMachine
+from trioengine.testing.fuzz.sessions_machine import TURN_LENGTHS, WAIT, WHICH, SessionsMachine, raw_ids
 from trioengine.testing.fuzz.world import CONFIG
 
 TURNS_TO_PARK = 3  # of the worker, in which it takes a session and its request
@@ -141,9 +143,42 @@ class EngineMachine(SessionsMachine):
         params = SamplingParams(max_tokens=12, min_tokens=min_tokens)
         reader = self._read(which, Style(style), params, prompt="b")
         prompt, _ = asked(reader, committed(reader.holder))
+        if is_mixed(prompt):  # it will be refused
+            return
         text, end = reference(prompt_ids(prompt), 12).text, start + length
         others = () if other is None else (text[start + 1 : end + other],)
         reader.params = replace(reader.params, stop=tuple(filter(None, (*others, text[start:end]))))
+
+    @precondition(lambda self: self.open_holders)
+    @recorded(
+        which=WHICH,
+        length=st.sampled_from(TURN_LENGTHS),
+        max_tokens=st.sampled_from((1, 3, 20)),
+        style=st.sampled_from([style.value for style in Style]),
+        keep_partial=st.booleans(),
+    )
+    def ask_with_ids(self, which: int, length: int, max_tokens: int, style: str, keep_partial: bool) -> None:
+        """A turn of raw token ids; refused in a conversation of messages, as these are after such a turn."""
+        params = SamplingParams(max_tokens=max_tokens)
+        self._read(which, Style(style), params, raw=raw_ids(length), keep_partial=keep_partial)
+
+    @precondition(lambda self: self.open_holders)
+    @recorded(
+        which=st.integers(0, 2),
+        length=st.sampled_from(TURN_LENGTHS),
+        num_turns=st.integers(1, 3),
+        history=st.sampled_from((None, 0, 1)),
+    )
+    def go_over_to_messages(self, which: int, length: int, num_turns: int, history: int | None) -> None:
+        """Turns of raw token ids, each at rest; then a message, mostly with a history in the place of the ids."""
+        for _ in range(num_turns):
+            if self.open_holders:  # the engine may give up meanwhile
+                self._read(which, Style.ALL, SamplingParams(max_tokens=3), raw=raw_ids(length))
+                self._settle()
+        if history is not None and self.readers[-1].holder.is_open:
+            self._replace_history(self.readers[-1].holder, HISTORIES[history])
+        if self.open_holders:
+            self._read(which, Style.ALL, SamplingParams(max_tokens=3), prompt="a")
 
     @precondition(lambda self: self.shows and self.open_holders)
     @recorded(
@@ -230,7 +265,8 @@ class EngineMachine(SessionsMachine):
             return
         lender = pick(idle, which)
         assert lender.session is not None, "it is open"
-        self._open(wait, timeout, committed(lender), lender.session.history)
+        history = tuple(turn for turn in committed(lender) if turn[0] != RAW)
+        self._open(wait, timeout, history, lender.session.history)
 
     @precondition(lambda self: self.shows)
     @recorded(
@@ -305,8 +341,10 @@ class EngineMachine(SessionsMachine):
     @recorded(which=WHICH, turns=st.sampled_from((0, 1, 2, 2, 3)))
     def replace_history(self, which: int, turns: int) -> None:
         """Refused while the session has a request without an outcome."""
-        holder = pick(self.open_holders, which)
-        session, history = holder.session, HISTORIES[turns]
+        self._replace_history(pick(self.open_holders, which), HISTORIES[turns])
+
+    def _replace_history(self, holder: SessionHolder, history: tuple[Turn, ...]) -> None:
+        session = holder.session
         assert session is not None, "it is open"
         request = inside.request_of(session)
         is_busy = request is not None and request.outcome is None
@@ -320,6 +358,8 @@ class EngineMachine(SessionsMachine):
             self._refused_history(history, exc)
         else:
             assert not is_busy, f"the history of {session} is replaced under its request"
+            if any(role == RAW for role, _ in committed(holder)):
+                self.coverage.saw("token ids are replaced by a history")
             holder.replaced.append((last_id, history))
             self.coverage.saw("a history is replaced")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import trio
 
-from trioengine.actors import audit
+from trioengine.actors import audit, power_change
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation, ReadableRequest
 from trioengine.actors.images import KeptImages as KeptImages
@@ -23,6 +23,7 @@ from trioengine.actors.link import Link as Link
 from trioengine.actors.payload import Payload as Payload
 from trioengine.actors.power import DO_NOT_WAKE as DO_NOT_WAKE
 from trioengine.actors.power_change import PowerChange as PowerChange
+from trioengine.actors.power_change import StateSubscription
 from trioengine.actors.recovery import MAX_RESUMES as MAX_RESUMES
 from trioengine.actors.request import Request as Request
 from trioengine.actors.session import Session
@@ -85,6 +86,22 @@ def num_waiting(engine: Engine) -> int:
 def is_change_pending(engine: Engine) -> bool:
     """Whether a sleep or an update is requested and not done."""
     return engine.runtime.gate.is_change_pending
+
+
+def num_changes(engine: Engine) -> int:
+    """Sleeps, wakes and updates that are requested and not done."""
+    return len(engine.runtime.gate.changes)
+
+
+def subscription(engine: Engine, max_unread: int) -> StateSubscription:
+    """A subscription to the engine's states that keeps no more unread ones."""
+    with replaced(power_change, "MAX_UNREAD", lambda _: max_unread):
+        return engine.states()
+
+
+def num_unread(states: StateSubscription) -> int:
+    """States that were published and not read."""
+    return len(states._unread)
 
 
 def num_retired(engine: Engine) -> int:

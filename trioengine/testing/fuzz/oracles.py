@@ -28,16 +28,19 @@ from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import UNPREPARED, Call, Reader, SessionHolder
 from trioengine.testing.fuzz.conversations import (
+    RAW,
     Turn,
     check_answer,
     check_failed_image,
     content_of,
+    is_mixed,
     is_refused,
     outline,
     outline_of,
     pictures_of,
     prompt_ids,
     prompt_of,
+    raw_turn,
     shortened,
 )
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults
@@ -132,6 +135,8 @@ def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults, req
     if reader.outcome_at_leaving is not None:
         assert outcome is reader.outcome_at_leaving, f"{reader.outcome_at_leaving} became {outcome}"
     turns, dropped_turns = asked(reader, _committed_before(reader, generation.request_id))
+    if not inside.num_tokens(generation):
+        turns = _computable(turns)
     prompt, images = prompt_of(turns)
     if outcome.finish_reason is FinishReason.ERROR:
         found, expected = repr(reader.error), repr(outcome.error)
@@ -177,7 +182,10 @@ def _check_refusal(reader: Reader, max_model_len: int, faults: InjectedFaults) -
         case RequestRejected():
             assert reader.generation is not None, "it was reserved, and then refused"
             turns, _ = asked(reader, _committed_before(reader, reader.generation.request_id))
-            length = len(prompt_ids(turns))
+            if error.code == "mixed_prompts":
+                assert is_mixed(turns), f"its turns are of one kind, and {error!r}: {turns}"
+                return
+            length = len(prompt_ids(_computable(turns)))
             if error.code == "image_dropped" or is_refused(error.code, turns[-1][1]):
                 return  # the one is judged where it was raised
             assert length >= max_model_len, f"the prompt has {length} tokens, and {error!r}"
@@ -267,7 +275,10 @@ def check_aborted(reader: Reader) -> None:
 
 
 def check_holder(holder: SessionHolder, faults: InjectedFaults) -> None:
-    """A session whose scope was left has ended; its history has the turns of its requests, in their order."""
+    """A session whose scope was left has ended; its history has the turns of its requests, in their order.
+
+    Those of raw token ids are not shown.
+    """
     session = holder.session
     if session is None:
         if isinstance(holder.error, SessionEnded):
@@ -284,7 +295,7 @@ def check_holder(holder: SessionHolder, faults: InjectedFaults) -> None:
         case cause:
             assert cause is None, f"{session} was ended by {cause}"
     found = tuple((message["role"], outline_of(message)) for message in session.history)
-    expected = tuple((role, outline(content)) for role, content in committed(holder))
+    expected = tuple((role, outline(content)) for role, content in committed(holder) if role != RAW)
     assert found == expected, f"the history is {found}, committed was {expected}"
 
 
@@ -316,7 +327,12 @@ def num_prompt_tokens(reader: Reader) -> int:
     """The tokens of a request's prompt, which was entered."""
     assert reader.generation is not None, "it was entered"
     turns, _ = asked(reader, _committed_before(reader, reader.generation.request_id))
-    return len(prompt_ids(turns))
+    return len(prompt_ids(_computable(turns)))
+
+
+def _computable(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """All turns; of a mix, which ends without a token, the newest alone."""
+    return turns[-1:] if is_mixed(turns) else turns
 
 
 def _committed_before(reader: Reader, request_id: int) -> tuple[Turn, ...]:
@@ -347,13 +363,15 @@ def _followed(reader: Reader, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     if not finished and not (aborted and reader.keep_partial and generation.completion.token_ids):
         return turns
     prompt, _ = asked(reader, turns)
-    return (*prompt, ("assistant", generation.completion.text))
+    completion = generation.completion
+    return (*prompt, raw_turn(completion.token_ids) if reader.raw else ("assistant", completion.text))
 
 
 def asked(reader: Reader, turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], int]:
     """The conversation with the prompt of the request, and how many of the oldest turns it had to drop."""
-    holder, turns = reader.holder, (*turns, ("user", content_of(reader.media, reader.prompt)))
-    if holder.overflow == "refuse":
+    holder = reader.holder
+    turns = (*turns, raw_turn(reader.raw) if reader.raw else ("user", content_of(reader.media, reader.prompt)))
+    if holder.overflow == "refuse" or any(role == RAW for role, _ in turns):
         return turns, 0
     max_tokens = reader.params.max_tokens
     assert max_tokens is not None, "the machine's requests are for so many"

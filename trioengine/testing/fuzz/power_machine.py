@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
 from trioengine.actors.observer import Observer, Slot
-from trioengine.actors.power_change import PowerState
 from trioengine.core.errors import EngineAsleep, TransitionFailed
 from trioengine.core.lifecycle import Phase, Power, PowerStage
 from trioengine.core.power import TagName
@@ -21,10 +20,12 @@ from trioengine.testing.fuzz.callers import Call, Style
 from trioengine.testing.fuzz.changes import UNFIT, Change, Changes
 from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.faults import Harm, Life
+from trioengine.testing.fuzz.misuse import CALLS, check_refused_call
 from trioengine.testing.fuzz.oracles import check_line
-from trioengine.testing.fuzz.program import recorded
+from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.promptness import Wait
 from trioengine.testing.fuzz.sessions_machine import WHICH
+from trioengine.testing.fuzz.state_readers import StateLog, StateReader
 from trioengine.testing.fuzz.world import CONFIG
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.toy_model import TOY_PATH
@@ -49,6 +50,8 @@ SUSPENDED = (
 CHANGES = ("sleep", "wake", "update")  # calls
 DEATHS = 2  # without a token between them, which make a request a suspect
 ROUNDS_TO_DIE = 40  # so often
+READS = st.sampled_from((0, 1, 2, 4, 100))  # of states; 100 are more than there are
+MOST_READERS = 3  # of states
 ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
 
 
@@ -63,9 +66,10 @@ class PowerMachine(EngineMachine):
         self.engine.observers += [self.changes, _Admissions(self)]
         self._ends_line = False  # the change that is requested in this step empties the lines
         self.faults.paths = self.changes.paths
-        self.states: list[PowerState] = []
-        self._reading = Call(Life(self.faults), "states", self._read_states, ())
+        self._states = StateLog(self.engine)
+        self._reading = Call(Life(self.faults), "states", self._states.run, ())
         self.loop.start_soon(self._reading.run, name="states")
+        self._state_readers: list[StateReader] = []
 
     # ---- who runs the engine --------------------------------------------------------------------------------------
 
@@ -175,11 +179,31 @@ class PowerMachine(EngineMachine):
         else:
             self._update(TOY_PATH, "keep")
 
-    async def _read_states(self) -> None:
-        with self.engine.states() as states:
-            async for state in states:
-                assert not self.states or state != self.states[-1], f"it is {state}, and is published twice"
-                self.states.append(state)
+    @recorded(call=st.sampled_from(tuple(CALLS)))
+    def misuse(self, call: str) -> None:
+        """A call with an argument that is refused, in any state of the engine."""
+        self._call("misuse", functools.partial(check_refused_call, self.engine, call), ())
+
+    # ---- readers of its states --------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self._states.states and len(self._state_readers) < MOST_READERS)
+    @recorded(count=READS, tries=st.booleans())
+    def watch(self, count: int, tries: bool) -> None:
+        """Another reader of the states."""
+        reader = StateReader(self._states, tries)
+        reader.allow(count)
+        self._state_readers.append(reader)
+        self.loop.start_soon(reader.run, name=f"states-{len(self._state_readers)}")
+
+    @precondition(lambda self: self._state_readers)
+    @recorded(which=WHICH, count=READS)
+    def watch_on(self, which: int, count: int) -> None:
+        """A reader of the states goes on; or leaves, where it is to read nothing."""
+        reader = pick(self._state_readers, which)
+        if count:
+            reader.allow(count)
+        else:
+            reader.scope.cancel()
 
     # ---- overrides --------------------------------------------------------------------------------------------------
 
@@ -255,7 +279,9 @@ class PowerMachine(EngineMachine):
         self._learn()
         super()._check()
         assert self._reading.over >= self.engine_call.over, "the engine is over, and its states go on"
-        latest = self.states[-1]
+        for reader in self._state_readers:
+            reader.check(is_engine_over=self.engine_call.over)
+        latest = self._states.states[-1]
         assert latest == self.engine.power, f"published was {latest}, and the engine is {self.engine.power}"
         if self.faults.closing or self.changes.running:
             return
@@ -290,8 +316,14 @@ class PowerMachine(EngineMachine):
                 break
             self._change("wake", self.engine.wake, None, True)
         super()._let_go()
-        self._reading.scope.cancel()
-        self._run_out(lambda: self._reading.over, "the reader of the states was cancelled, and goes on")
+        if any(reader.num_missed for reader in self._state_readers):
+            self.coverage.saw("a reader of the states missed some")
+        readers: list[Call | StateReader] = [self._reading, *self._state_readers]
+        for reader in readers:
+            reader.scope.cancel()
+        self._run_out(
+            lambda: all(reader.over for reader in readers), "the readers of the states were cancelled, and go on"
+        )
 
 
 def _name(mode: str) -> Literal["abort", "wait", "keep"]:

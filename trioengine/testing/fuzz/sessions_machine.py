@@ -71,6 +71,7 @@ LENGTHS = (
     *range(101),
     *(8, 16, 24, 48, 88, 94, 95, 96, 97) * 4,
 )  # of raw prompts: often near the limits of the context and of blocks
+TURN_LENGTHS = (1, 2, 3, 5, 7, 8, 9, 16, 24, 40, 95, 96, 97)  # of those in open sessions: there is room for several
 REFUSALS = (EngineOverloaded, EngineAsleep, EngineClosed, WorkerLost)
 
 
@@ -108,7 +109,7 @@ class CallsMachine(PicturesEnvironment):
     @recorded(length=st.sampled_from(LENGTHS), min_tokens=st.integers(0, 3), wait=WAIT)
     def ask_raw(self, length: int, min_tokens: int, wait: bool | None) -> None:
         """`engine.generate` with token ids, among them the end of a turn; they may be too many."""
-        ids = tuple((position * 37 + length) % VOCAB_SIZE for position in range(length))
+        ids = raw_ids(length)
         self._call("raw", lambda: self._ask_raw(ids, min_tokens, wait), (*REFUSALS, RequestRejected))
 
     async def _ask_raw(self, ids: tuple[int, ...], min_tokens: int, wait: bool | None) -> None:
@@ -200,6 +201,11 @@ class CallsMachine(PicturesEnvironment):
         """Take in the changes that were made to the engine."""
 
 
+def raw_ids(length: int) -> tuple[int, ...]:
+    """So many token ids, among them special ones."""
+    return tuple((position * 37 + length) % VOCAB_SIZE for position in range(length))
+
+
 SALTS = ("", "", "mine")  # of the requests in turn, as the next two
 LOGPROBS = (None, 2, None, None, 0)
 STOP_TOKENS = ((), (), (), (), (), (), (ord("e"), ord(" ")))
@@ -243,6 +249,7 @@ class SessionsMachine(CallsMachine):
         params: SamplingParams,
         *,
         prompt: str = "to be",
+        raw: tuple[int, ...] = (),
         keep_partial: bool = False,
         timeout: float | None = None,
         wait: bool | None = True,
@@ -258,7 +265,9 @@ class SessionsMachine(CallsMachine):
             stop_token_ids=STOP_TOKENS[number % len(STOP_TOKENS)],
         )
         label = f"reader {number // 2}"  # two share one
-        reader = Reader(Life(self.faults), holder, prompt, params, style, keep_partial, timeout, wait, media, label)
+        reader = Reader(
+            Life(self.faults), holder, prompt, params, style, keep_partial, timeout, wait, media, label, raw
+        )
         holder.readers.append(reader)
         self.readers.append(reader)
         self.loop.start_soon(reader.run, name=f"reader-{len(self.readers)}")
@@ -376,6 +385,8 @@ class SessionsMachine(CallsMachine):
                 check_reader(reader, LIMITS.max_model_len, self.faults, self.requests)
                 self._check_usage(reader)
                 reader.checked = True
+                if isinstance(reader.error, RequestRejected) and reader.error.code == "mixed_prompts":
+                    self.coverage.saw("messages and token ids are mixed")
         for holder in self.holders:
             check_holder(holder, self.faults)
         if self.is_well:

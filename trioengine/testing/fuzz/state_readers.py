@@ -1,0 +1,103 @@
+"""Programs that read the states of an engine: each at once, or late and a few at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import trio
+
+from trioengine.actors.engine import Engine
+from trioengine.actors.power_change import PowerState, StateSubscription
+from trioengine.core.lifecycle import Power
+from trioengine.testing.fuzz import inside
+
+MAX_UNREAD = 2  # states that a StateReader's subscription keeps, so that programs come to the limit
+
+
+@dataclass(eq=False)
+class StateLog:
+    """A task that reads every state at once; the readers are compared with it."""
+
+    engine: Engine
+    states: list[PowerState] = field(default_factory=list)
+    subscription: StateSubscription | None = None
+
+    @property
+    def num_published(self) -> int:
+        """The states that there were, also those that were published in this step."""
+        return len(self.states) + (0 if self.subscription is None else inside.num_unread(self.subscription))
+
+    async def run(self) -> None:
+        with self.engine.states() as self.subscription:
+            async for state in self.subscription:
+                assert not self.states or state != self.states[-1], f"it is {state}, and is published twice"
+                self.states.append(state)
+
+
+@dataclass(eq=False)
+class StateReader:
+    """A task that reads no more states than it was allowed to, and keeps its subscription meanwhile.
+
+    With `tries`, every other read is cancelled.
+    """
+
+    log: StateLog
+    tries: bool
+    found: list[tuple[int, PowerState]] = field(default_factory=list)  # with their numbers in the log
+    next: int = 0  # in the log
+    allowed: int = 0  # reads that are left
+    num_reads: int = 0
+    num_missed: int = 0
+    has_ended: bool = False
+    over: bool = False
+    go_on: trio.Event = field(default_factory=trio.Event)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    def allow(self, count: int) -> None:
+        """Let it read so many states more."""
+        self.allowed += count
+        self.go_on.set()
+
+    async def run(self) -> None:
+        try:
+            with self.scope, inside.subscription(self.log.engine, MAX_UNREAD) as states:
+                self.next = self.log.num_published - 1  # that of now
+                await self._read(states)
+        finally:
+            self.over = True
+
+    async def _read(self, states: StateSubscription) -> None:
+        while True:
+            while not self.allowed:
+                self.go_on = trio.Event()
+                await self.go_on.wait()
+            self.num_reads += 1
+            with trio.CancelScope() as scope:
+                if self.tries and self.num_reads % 2:
+                    scope.cancel()
+                state = await anext(states, None)
+                if state is None:
+                    self.has_ended = True
+                    return
+                self._take(state)
+
+    def _take(self, state: PowerState) -> None:
+        oldest = max(self.next, self.log.num_published - MAX_UNREAD)
+        self.num_missed += oldest - self.next
+        self.found.append((oldest, state))
+        self.next = oldest + 1
+        self.allowed -= 1
+
+    def check(self, *, is_engine_over: bool) -> None:
+        """At rest: it has got the states that were published, and as many as it wanted."""
+        states = self.log.states
+        for number, state in self.found:
+            assert number < len(states) and state == states[number], f"read was {state}, published {states[number:]}"
+        if self.scope.cancel_called:
+            assert self.over, "a reader of the states was cancelled, and goes on"
+        elif self.has_ended:
+            assert self.found and states[-1].power is Power.CLOSED, f"the states end with {states[-1]}"
+            assert self.next == len(states), f"the states end, and {states[self.next :]} were not read"
+        elif self.allowed:
+            assert self.next == len(states), f"a reader of the states waits, and there are {states[self.next :]}"
+            assert not is_engine_over, "the engine is over, and its states go on"
