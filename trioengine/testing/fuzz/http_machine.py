@@ -15,6 +15,7 @@ from trioengine.serve.limits import InFlight
 from trioengine.testing.fuzz import http_probes as probes
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.conversations import FILES, content_of
+from trioengine.testing.fuzz.environment import ORDERS
 from trioengine.testing.fuzz.faults import Harm, Life
 from trioengine.testing.fuzz.http_books import ADMIN_KEY, KEYS, HttpBooks, Request, Tally
 from trioengine.testing.fuzz.http_client import BEFORE_THE_HANDLER, FRAMINGS, HttpClient
@@ -171,6 +172,29 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         pick(self.speakers, which).ask(Ask(content_of(media, prompt), max_tokens, streams))
         if rounds:
             self._flow(rounds)
+
+    @precondition(lambda self: any(client.is_active for client in self.clients))
+    @recorded(
+        which=WHICH,
+        rounds=st.sampled_from((12, 20, 28)),
+        count=st.integers(1, 600),
+        passes=st.integers(1, 2),
+        order=st.integers(0, ORDERS - 1),
+    )
+    def pause(self, which: int, rounds: int, count: int, passes: int, order: int) -> None:
+        """A client reads nothing for a while, and reads again in the pass in which a row comes from the worker."""
+        readers = [client for client in self.targets if client.is_active and client.is_heard]
+        if not readers:
+            return
+        client = pick(readers, which)
+        client.peer_state = PeerState.STALLED
+        self._flow(rounds)
+        if self.worker is not None:
+            self.worker.turn()
+            self.worker.deliver()
+        client.peer_state = PeerState.WELL
+        client.carry(to_server=0, to_client=count)
+        self.loop.tick(passes, order)
 
     @precondition(lambda self: self.may_connect)
     @recorded(
