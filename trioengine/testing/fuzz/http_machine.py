@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -64,6 +66,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         self.engine.observers.append(self.books)
         self.state = StateJudge(self.faults, self._steady_state)
         self._switches: list[Life] = []  # of operators' requests, until they are answered
+        self._loading = Life(self.faults)  # until the first worker is ready
         self.aborts = AbortJudge(self.engine, self.clients, self.loop.crashes)
         self._taps.enter_context(inside.replaced(InFlight, "abort", self.aborts.tap))
 
@@ -254,6 +257,11 @@ class HttpMachine(ServedEnvironment[HttpClient]):
 
     # ---- overrides --------------------------------------------------------------------------------------------------
 
+    def act(self, rule: Callable[[], None]) -> None:
+        super().act(rule)
+        if self.served and math.isinf(self._loading.ended):
+            self._loading.end()
+
     def _connect(self, key: int) -> None:
         clock = self.loop.clock.current_time
         self._join(HttpClient(self.books, KEYS[key], LIMITS.max_model_len, self.faults, clock))
@@ -279,7 +287,8 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     def _steady_state(self, life: Life, change: Life | None = None) -> PowerState | None:
         """The engine's state, unless something may have changed it since this life began, other than this change."""
         is_steady = all(each is change or each.ended < life.began for each in self._switches)
-        is_troubled = self.faults.hit(life, Harm.CLOSING, Harm.WORKERS) or not self.served
+        was_loading = self._loading.ended > life.began  # a client may read the answer later
+        is_troubled = was_loading or self.faults.hit(life, Harm.CLOSING, Harm.WORKERS)
         return None if is_troubled or not is_steady else self.engine.power
 
     def _judge_switch(self, target: str, change: Life, head: Head, body: bytes, life: Life) -> bool:
