@@ -331,6 +331,7 @@ class HttpClient(SimulatedPeer):
         """Judge an error of a chat completion, with its status unless its stream had begun."""
         ask, code = exchange.ask, error["code"]
         assert ask is not None, f"{exchange.request} is refused by {error}"
+        assert code != "aborted" or exchange.is_aborted, f"aborted, with the ids {exchange.ids}: {exchange.request}"
         too_long = code == "context_length_exceeded" and len(ask.prompt.token_ids) >= self._max_model_len
         is_bad = too_long or is_refused(code, ask.content) or self._is_failed(ask, code)
         assert is_bad or self._faults.excuse(code, exchange.life), f"nothing may fail by {error}"

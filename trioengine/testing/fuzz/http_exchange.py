@@ -26,6 +26,7 @@ class Ask:
     stop_token: int | None = None
     top_logprobs: int | None = None
     has_usage: bool = False  # in its stream
+    request_id: str | None = None  # in its body
 
     @property
     def prompt(self) -> FuzzPrompt:
@@ -54,6 +55,7 @@ class Ask:
             "logprobs": None if self.top_logprobs is None else True,
             "top_logprobs": self.top_logprobs,
             "stream_options": {"include_usage": True} if self.has_usage else None,
+            "request_id": self.request_id,
         }
         return given | {name: value for name, value in more.items() if value is not None}
 
@@ -82,6 +84,17 @@ class Exchange:
     is_continued: bool = False  # the server has asked for the body
     since: float | None = None  # when all had come to rest with this request at the server
     most_texts: int | None = None  # events that can come of an answer that was whole while the client read nothing
+    is_aborted: bool = False  # an operator has aborted requests with one of its ids
+
+    @property
+    def stream_id(self) -> str | None:
+        """The server's id, once an event of its stream has come."""
+        return None if self.stream is None else self.stream.id
+
+    @property
+    def ids(self) -> set[str]:
+        """The ids by which an operator can abort it: the server's, if it has come, and the client's."""
+        return set() if self.ask is None else {*filter(None, (self.chosen_id, self.ask.request_id, self.stream_id))}
 
     @property
     def status(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -11,13 +13,16 @@ from hypothesis.stateful import initialize, precondition
 
 from trioengine.actors.power_change import PowerState
 from trioengine.core.lifecycle import Phase
+from trioengine.serve.limits import InFlight
 from trioengine.testing.fuzz import http_probes as probes
-from trioengine.testing.fuzz import inside, inside_server
+from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.conversations import FILES, content_of
+from trioengine.testing.fuzz.environment import ORDERS
 from trioengine.testing.fuzz.faults import Harm, Life
 from trioengine.testing.fuzz.http_books import ADMIN_KEY, KEYS, HttpBooks, Request, Tally
 from trioengine.testing.fuzz.http_client import BEFORE_THE_HANDLER, FRAMINGS, HttpClient
 from trioengine.testing.fuzz.http_exchange import Ask
+from trioengine.testing.fuzz.http_ids import AbortJudge
 from trioengine.testing.fuzz.http_probes import PROBES, StateJudge
 from trioengine.testing.fuzz.http_raw import RAW
 from trioengine.testing.fuzz.oracles import check_worker
@@ -34,6 +39,7 @@ SWITCHES = (
 )
 PROMPTS = ("a", "be", "<|im_end|>", "be" * 60)
 TOKENS = st.sampled_from((1, 3, 20))
+IDS = ("chosen-0", "chosen-1", "own")
 
 
 class HttpMachine(ServedEnvironment[HttpClient]):
@@ -60,6 +66,9 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         self.engine.observers.append(self.books)
         self.state = StateJudge(self.faults, self._steady_state)
         self._switches: list[Life] = []  # of operators' requests, until they are answered
+        self._loading = Life(self.faults)  # until the first worker is ready
+        self.aborts = AbortJudge(self.engine, self.clients, self.loop.crashes)
+        self._taps.enter_context(inside.replaced(InFlight, "abort", self.aborts.tap))
 
     @recorded(initialize, ready=st.sampled_from((True, True, True, False)), clients=st.integers(1, 2))
     def begin(self, ready: bool, clients: int) -> None:
@@ -167,14 +176,57 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         if rounds:
             self._flow(rounds)
 
-    @precondition(lambda self: bool(self.speakers and inside_server.request_ids(self.server)))
+    @precondition(lambda self: any(client.is_active for client in self.clients))
+    @recorded(
+        which=WHICH,
+        rounds=st.sampled_from((12, 20, 28)),
+        count=st.integers(1, 600),
+        passes=st.integers(1, 2),
+        order=st.integers(0, ORDERS - 1),
+    )
+    def pause(self, which: int, rounds: int, count: int, passes: int, order: int) -> None:
+        """A client reads nothing for a while, and reads again in the pass in which a row comes from the worker."""
+        readers = [client for client in self.targets if client.is_active and client.is_heard]
+        if not readers:
+            return
+        client = pick(readers, which)
+        client.peer_state = PeerState.STALLED
+        self._flow(rounds)
+        if self.worker is not None:
+            self.worker.turn()
+            self.worker.deliver()
+        client.peer_state = PeerState.WELL
+        client.carry(to_server=0, to_client=count)
+        self.loop.tick(passes, order)
+
+    @precondition(lambda self: self.may_connect)
+    @recorded(
+        id=st.sampled_from(IDS),
+        streams=st.sampled_from((True, True, False)),
+        rounds=st.sampled_from((12, 18, 24, 30)),
+        leaves=st.booleans(),
+        aborts=st.booleans(),
+    )
+    def ask_alike(self, id: str, streams: bool, rounds: int, leaves: bool, aborts: bool) -> None:
+        """Clients ask under one id for a long and a short answer; one may leave, and an operator may abort the rest."""
+        for key in range(2 - len(self.idle)):
+            self._connect(key)
+        asking = self.idle[:2]
+        for client, max_tokens in zip(asking, (20, 3), strict=False):
+            client.ask(Ask("be", max_tokens, streams, request_id=id))
+        self._flow(rounds)
+        if leaves and asking:  # none can connect where the server closes
+            asking[-1].hang_up()
+        if aborts:
+            self._abort({"request_id": id}, 0)
+            self._flow(9)
+
+    @precondition(lambda self: bool(self.speakers and self.aborts.known_ids()))
     @recorded(which=WHICH, request=st.sampled_from((0, 0, 1, 2, -1)), rounds=st.sampled_from((0, 6, 9)))
     def abort(self, which: int, request: int, rounds: int) -> None:
-        """An operator ends a request by its id, or all; they may be over when that arrives."""
-        idle = [client for client in self.speakers if not client.is_active]
-        ids = inside_server.request_ids(self.server)
-        fields: dict[str, Any] = {"abort_all": True} if request < 0 else {"request_id": pick(ids, request)}
-        pick(idle or self.speakers, which).request(_operation("/abort_request", fields), self._judge_abort)
+        """An operator ends the requests of an id, or all; they may be over when that arrives."""
+        fields = {"abort_all": True} if request < 0 else {"request_id": pick(self.aborts.known_ids(), request)}
+        self._abort(fields, which)
         if rounds:
             self._flow(rounds)
 
@@ -183,15 +235,32 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     def switch(self, which: int, how: str, rounds: int) -> None:
         """An operator puts the engine to sleep, or wakes it, and may not wait for the answer."""
         self._excuse_sleep()
-        idle = [client for client in self.speakers if not client.is_active]
         change = Life(self.faults)
         self._switches.append(change)
         judge = functools.partial(self._judge_switch, how, change)
-        pick(idle or self.speakers, which).request(_operation(how, {}), judge, is_prompt=False)
+        pick(self.idle or self.speakers, which).request(_operation(how, {}), judge, is_prompt=False)
         if rounds:
             self._flow(rounds)
 
+    @property
+    def idle(self) -> list[HttpClient]:
+        """The clients that can send, and wait for nothing."""
+        return [client for client in self.speakers if not client.is_active]
+
+    def _abort(self, fields: dict[str, Any], which: int) -> None:
+        """Send an abort, on a connection that is idle if there may be one."""
+        if not self.idle and self.may_connect:
+            self._connect(0)
+        able = self.idle or self.speakers
+        if able:
+            pick(able, which).request(_operation("/abort_request", fields), self._judge_abort)
+
     # ---- overrides --------------------------------------------------------------------------------------------------
+
+    def act(self, rule: Callable[[], None]) -> None:
+        super().act(rule)
+        if self.served and math.isinf(self._loading.ended):
+            self._loading.end()
 
     def _connect(self, key: int) -> None:
         clock = self.loop.clock.current_time
@@ -218,7 +287,8 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     def _steady_state(self, life: Life, change: Life | None = None) -> PowerState | None:
         """The engine's state, unless something may have changed it since this life began, other than this change."""
         is_steady = all(each is change or each.ended < life.began for each in self._switches)
-        is_troubled = self.faults.hit(life, Harm.CLOSING, Harm.WORKERS) or not self.served
+        was_loading = self._loading.ended > life.began  # a client may read the answer later
+        is_troubled = was_loading or self.faults.hit(life, Harm.CLOSING, Harm.WORKERS)
         return None if is_troubled or not is_steady else self.engine.power
 
     def _judge_switch(self, target: str, change: Life, head: Head, body: bytes, life: Life) -> bool:

@@ -164,6 +164,11 @@ class ChatStream:
         self._common: tuple[str, int] | None = None  # id and time of all chunks
         self._rest = b""
 
+    @property
+    def id(self) -> str | None:
+        """The id of all chunks, once one has come."""
+        return None if self._common is None else self._common[0]
+
     def feed(self, data: bytes) -> None:
         """Take the next bytes of the body."""
         *frames, self._rest = (self._rest + data).split(b"\n\n")
