@@ -371,6 +371,33 @@ def test_a_process_that_dies_is_named(tmp_path):
     assert ended.stderr == "trioengine: error: the fuzzer failed: the process of PowerMachine ended with exit code 7\n"
 
 
+DYING_FINDER = """
+import os, sys
+from mutants import MUTANTS
+from trioengine.cli import main
+from trioengine.testing.fuzz import runner
+
+def die(*_):
+    os._exit(9)
+
+runner.trimmed = die
+active = MUTANTS["F25"].active()
+active.__enter__()
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+def test_the_program_of_a_process_that_dies_is_kept(tmp_path):
+    keep = tmp_path / "found.json"
+    ended = run_apart(written(tmp_path, DYING_FINDER), "--seconds", 60, "--keep", keep)
+    assert (ended.returncode, ended.stderr) == (1, "")
+    assert re.match(
+        "a program fails, and when it was to be shrunk, the process of .* ended with exit code 9", ended.stdout
+    )
+    assert ReplayFile.from_json(keep.read_text()).program.steps
+
+
 FAILING = """
 import sys
 from trioengine.cli import main

@@ -99,7 +99,7 @@ GATE_MUTANTS = (
         "ids are used again",
         replaced(Engine, "__init__", _reuse_ids),
         shows=r"is not newer than|in flight|goes on|the model's|holds sessions|the prompt has|abort\(\) returned"
-        "|history is",
+        "|history is|do not ascend",
     ),
     Mutant(
         "F11",

@@ -426,6 +426,19 @@ FALSE_ALARMS = {
         ],
         2,
     ),
+    "a client whose connection is refused while it pauses reads again": (
+        "HttpMachine",
+        [
+            ("begin", {"ready": True, "clients": 1}),
+            ("outage", {"way": "drain"}),
+            ("tick", {"passes": 1, "order": 0}),
+            ("connect", {"key": 0}),
+            ("observe", {"which": 0, "what": "metrics"}),
+            ("pause", {"which": 0, "rounds": 12, "count": 1, "passes": 1, "order": 0}),
+            ("settle", {}),
+        ],
+        2,
+    ),
 }
 
 

@@ -5,12 +5,16 @@ import sys
 import pytest
 from mutants import MUTANTS
 
+from trioengine.testing.fuzz import describe
+from trioengine.testing.fuzz.core_machine import CoreMachine
 from trioengine.testing.fuzz.describe import suspects_text
 from trioengine.testing.fuzz.lifecycle_machine import LifecycleMachine
 from trioengine.testing.fuzz.machines import MACHINES
-from trioengine.testing.fuzz.program import Program
+from trioengine.testing.fuzz.parallel import Search, search
+from trioengine.testing.fuzz.program import Program, ReplayFile, recorded
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
 from trioengine.testing.fuzz.suspects import suspects
+from trioengine.testing.fuzz.trace import Trace
 
 
 class Forgetful(LifecycleMachine):
@@ -64,9 +68,40 @@ def test_the_tracer_of_before_is_back(program):
         sys.settrace(before)
 
 
-def test_a_program_without_rules_has_suspects():
+def test_a_program_that_does_not_fail_again_has_none():
     with silence():
-        assert suspects(Forgetful, Program("Forgetful")).functions
+        assert suspects(Forgetful, Program("Forgetful")) is None
+        assert suspects_text(Forgetful, Program("Forgetful")).startswith("it did not fail when it was run again")
+
+
+def test_files_of_the_user_come_first(program):
+    with silence():
+        _, first, second, *_ = suspects_text(Forgetful, program).splitlines()
+    assert "test_suspects.py: " in first and "Forgetful.clean_up (0)" in first
+    assert second.startswith("  trioengine/")
+
+
+class Wrong(CoreMachine):
+    """A machine without passes, whose rule fails."""
+
+    @recorded()
+    def fail(self):
+        raise AssertionError("it fails")
+
+
+def test_a_machine_without_passes_has_suspects_and_keeps_its_program():
+    result = search(Search(Wrong, 0, "quick", 100, None, False), lambda report: None, lambda: False)
+    assert result.text.startswith("AssertionError: it fails\n") and "\nsuspects, " in result.text
+    assert not result.is_fuzzers_own and ReplayFile.from_json(result.replay_file).program.steps
+
+
+def test_an_error_of_the_suspects_does_not_hide_the_failure(program, monkeypatch):
+    def fail(*_):
+        raise KeyError("a bug of ours")
+
+    monkeypatch.setattr(describe, "suspects", fail)
+    text = describe.failure_text(AssertionError("it fails"), Forgetful, program, Trace(lambda: (0, 0.0)))
+    assert text.startswith("AssertionError: it fails\n") and "\nno suspects: KeyError: 'a bug of ours'\n" in text
 
 
 @pytest.mark.parametrize(("id", "function"), [("F3", "_lose_aborts_of_the_waiting"), ("F12", "_do_not_wait")])
@@ -77,3 +112,4 @@ def test_the_function_with_the_bug_is_among_those_that_are_shown(id, function):
         program = found(machine)
         with silence():
             assert function in suspects_text(machine, program)
+            assert suspects(machine, program).num_programs >= 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.program import Program
 from trioengine.testing.fuzz.suspects import suspects
-from trioengine.testing.fuzz.trace import Trace, is_fuzzers_own, place
+from trioengine.testing.fuzz.trace import Trace, is_fuzzers_own, is_packages, place
 from trioengine.testing.sim_loop import Livelock
 
 TRACE_LINES = 25  # shown of a trace
@@ -37,19 +36,24 @@ def trace_text(trace: Trace, *, whole: bool) -> str:
 
 
 def suspects_text(machine: type[Machine], program: Program) -> str:
-    """Return the functions in which the program, which fails, differs most from those that pass; by file."""
+    """Return the functions in which the program, which failed, differs most from those that pass; by file.
+
+    Those of the user come first.
+    """
     found = suspects(machine, program)
-    lines = [f"suspects, with the rarest steps (in so many of {found.num_programs} programs that pass):"]
-    for file, functions in itertools.groupby(found.functions[:SUSPECTS], key=lambda suspect: suspect.file):
-        names = (f"{suspect.line} {suspect.function} ({suspect.times})" for suspect in functions)
-        lines.append(f"  {_short_path(file)}: {', '.join(names)}")
-    return "\n".join(lines)
+    if found is None:
+        return "it did not fail when it was run again: it depends on something that neither rules nor seeds choose"
+    names: dict[str, list[str]] = {}
+    for suspect in sorted(found.functions, key=lambda suspect: is_packages(suspect.file))[:SUSPECTS]:
+        names.setdefault(suspect.file, []).append(f"{suspect.line} {suspect.function} ({suspect.times})")
+    head = f"suspects, with the rarest steps (in so many of {found.num_programs} programs that pass):"
+    return "\n".join([head, *(f"  {_short_path(file)}: {', '.join(each)}" for file, each in names.items())])
 
 
 def _short_path(file: str) -> str:
     """Relative to the package's parent or to the working directory, where it is in one of these."""
-    folder = next((folder for folder in (_PACKAGES, Path.cwd()) if file.startswith(f"{folder}/")), "")
-    return file.removeprefix(f"{folder}/")
+    folders = (f"{folder}/" for folder in (_PACKAGES, Path.cwd()))
+    return next((file.removeprefix(folder) for folder in folders if file.startswith(folder)), file)
 
 
 def failure_text(
@@ -64,7 +68,10 @@ def _paragraphs(
 ) -> Iterator[str]:
     yield _shortened(error_text(failure))
     if not isinstance(failure, Livelock):  # which has its place, and takes long
-        yield suspects_text(machine, program)
+        try:
+            yield suspects_text(machine, program)
+        except Exception as exc:  # the failure counts, and not the suspects
+            yield f"no suspects: {type(exc).__name__}: {exc}"
     yield str(program)
     yield trace_text(trace, whole=whole)
     yield "".join(traceback.format_exception(failure))  # has the whole message

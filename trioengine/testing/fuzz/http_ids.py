@@ -33,32 +33,32 @@ class AbortJudge:
     def tap(self, abort: Callable[[InFlight, str], int]) -> Callable[[InFlight, str], int]:
         """For `replaced`: judge each call of `InFlight.abort`."""
 
-        def tap(in_flight: InFlight, id: str) -> int:
+        def judged(in_flight: InFlight, id: str) -> int:
             named = self._named(id)
-            begun = {exchange.stream_id for exchange in named if exchange.stream_id is not None}
-            due = self._num_going(begun)
+            begun = [exchange for exchange in named if exchange.stream_id is not None]
+            due = [exchange for exchange in begun if self._goes_on(exchange)]
             aborted = abort(in_flight, id)
-            most = due + sum(exchange.stream_id is None for exchange in named)
-            if not due <= aborted <= most:
-                self._complain(f"{aborted} requests with the id {id} are aborted, there are {due} to {most}")
-            if left := self._num_going(begun):
-                self._complain(f"requests with the id {id} are aborted, and {left} of them go on")
-            if aborted:
-                for exchange in named:
+            most = len(due) + len(named) - len(begun)
+            if not len(due) <= aborted <= most:
+                self._complain(f"{aborted} requests with the id {id} are aborted, there are {len(due)} to {most}")
+            if left := [exchange for exchange in begun if self._goes_on(exchange)]:
+                self._complain(f"requests with the id {id} are aborted, and {len(left)} of them go on")
+            for exchange in named:
+                if exchange in due or (exchange not in begun and aborted > len(due)):
                     exchange.is_aborted = True
             return aborted
 
-        return tap
+        return judged
 
     def _named(self, id: str) -> list[Exchange]:
         """The requests with this id, if the server may have them."""
         clients = (client for client in self._clients if not client.stream.closed)
         return [exchange for client in clients for exchange in client.exchanges if id in exchange.ids]
 
-    def _num_going(self, labels: set[str]) -> int:
-        """How many of the requests with these names an abort would end."""
+    def _goes_on(self, exchange: Exchange) -> bool:
+        """Whether an abort would end this request, whose stream has begun."""
         requests = inside.requests(self._engine)
-        return sum(session.label in labels and inside.is_undecided(request) for session, request in requests)
+        return any(session.label == exchange.stream_id and inside.is_undecided(each) for session, each in requests)
 
     def _complain(self, complaint: str) -> None:
         self._crashes.append(AssertionError(complaint))

@@ -195,6 +195,8 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         if self.worker is not None:
             self.worker.turn()
             self.worker.deliver()
+        if client.peer_state is not PeerState.STALLED:  # the server has broken it off
+            return
         client.peer_state = PeerState.WELL
         client.carry(to_server=0, to_client=count)
         self.loop.tick(passes, order)
@@ -210,7 +212,8 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     def ask_alike(self, id: str, streams: bool, rounds: int, leaves: bool, aborts: bool) -> None:
         """Clients ask under one id for a long and a short answer; one may leave, and an operator may abort the rest."""
         for key in range(2 - len(self.idle)):
-            self._connect(key)
+            if self.may_connect:
+                self._connect(key)
         asking = self.idle[:2]
         for client, max_tokens in zip(asking, (20, 3), strict=False):
             client.ask(Ask("be", max_tokens, streams, request_id=id))

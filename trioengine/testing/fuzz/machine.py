@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 import signal
 import threading
@@ -36,10 +37,11 @@ from trioengine.testing.fuzz.trace import Trace, is_library
 from trioengine.testing.sim_loop import Livelock
 
 _FRAGILE = (
-    *(str(Path(each.__file__ or "").parent) for each in (trio, outcome, hypothesis)),
+    *(f"{Path(each.__file__ or '').parent}/" for each in (trio, outcome, hypothesis)),
     sim_loop.__file__,
-    str(Path(__file__).with_name("suspects.py")),  # its tracer is called in all frames
+    *(str(Path(__file__).with_name(name)) for name in ("suspects.py", "trace.py")),  # a tracer runs in all frames
 )
+_ASYNC = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 LONGEST = 2.0  # seconds of the processor's time: a hundred times more than any rule needs
 
 
@@ -264,6 +266,8 @@ def _would_break(frame: FrameType | None) -> bool:
     while frame is not None and is_library(frame.f_code.co_filename):
         if frame.f_code.co_filename.startswith(_FRAGILE):
             return True
+        if frame.f_code.co_flags & _ASYNC:
+            return False  # it is in a task
         frame = frame.f_back
     return frame is None or frame.f_code.co_filename.startswith(_FRAGILE)
 

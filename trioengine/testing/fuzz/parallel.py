@@ -52,7 +52,7 @@ class Result:
 
 
 class SearchDied(Exception):
-    """The process of a search ended without a result."""
+    """The process of a search ended without a result, and had found nothing."""
 
 
 def search(task: Search, progress: Progress, is_stopped: Callable[[], bool]) -> Result:
@@ -78,11 +78,15 @@ def _described(report: Report, machine: type[Machine], *, whole: bool) -> Result
     failure, program = report.failure, report.program
     if failure is None or program is None:
         return Result(report)
-    program.machine = name_of(machine)
     trace = replayed(machine.with_variant(program.variant), program).trace
     text = failure_text(failure, machine, program, trace, whole=whole)
-    kept = program.to_json(seed=report.seed, found=str(failure))
-    return Result(replace(report, failure=None), text, kept, is_fuzzers_own(failure))
+    return Result(replace(report, failure=None), text, _kept(machine, report, str(failure)), is_fuzzers_own(failure))
+
+
+def _kept(machine: type[Machine], report: Report, found: str) -> str:
+    """The replay file."""
+    assert report.program is not None, "it has found something"
+    return replace(report.program, machine=name_of(machine)).to_json(seed=report.seed, found=found)
 
 
 class Searches:
@@ -102,6 +106,7 @@ class Searches:
         self._in_order = in_order
         self._waiting = deque(enumerate(tasks))
         self._running: dict[Connection, tuple[int, BaseProcess]] = {}
+        self._found: dict[int, Report] = {}  # by searches that shrink it
 
     def run(self) -> None:
         """Run until all are over. Raises SearchDied, and KeyboardInterrupt at the second interrupt."""
@@ -153,12 +158,12 @@ class Searches:
             process.join()
             connection.close()
 
-    def _end_others(self, than: int) -> None:
+    def _end_others(self, finder: int) -> None:
         """End the searches that do not matter any more, since this one has found something."""
-        last = than if self._in_order else -1
-        self._end([each for each, (index, _) in self._running.items() if index > last and index != than])
+        last = finder if self._in_order else -1
+        self._end([each for each, (index, _) in self._running.items() if index > last and index != finder])
         self._waiting.clear()  # each is behind those that run
-        for index in [index for index in self.results if self._in_order and index > than]:
+        for index in [index for index in self.results if self._in_order and index > finder]:
             del self.results[index]
 
     def _start(self, index: int, task: Search) -> None:
@@ -181,11 +186,11 @@ class Searches:
             message: Result | Report = connection.recv()
         except (EOFError, OSError):
             process.join()
-            del self._running[connection]
-            raise SearchDied(f"the process of {process.name} ended with exit code {process.exitcode}") from None
+            message = self._unfinished(index, f"the process of {process.name} ended with exit code {process.exitcode}")
         if isinstance(message, Report):
             self._progress(message)
-            if message.programs_to_find:
+            if message.program is not None and index not in self._found:
+                self._found[index] = message
                 self._end_others(index)
             return
         self.results[index] = message
@@ -194,6 +199,14 @@ class Searches:
         process.join()
         if message.has_failed:
             self._end_others(index)
+
+    def _unfinished(self, index: int, death: str) -> Result:
+        """The result of a search whose process has died: the program that it has found. Raises SearchDied."""
+        if index not in self._found:
+            raise SearchDied(death)
+        report = self._found[index]
+        text = f"a program fails, and when it was to be shrunk, {death}\n\n{report.program}"
+        return Result(report, text, _kept(self._tasks[index].machine, report, death))
 
 
 def _search_and_send(task: Search, connection: Connection) -> None:
@@ -204,8 +217,8 @@ def _search_and_send(task: Search, connection: Connection) -> None:
     def send_report(report: Report) -> None:
         nonlocal sent, has_found
         now = time.monotonic()
-        if now - sent >= REFRESH or bool(report.programs_to_find) > has_found:
-            sent, has_found = now, bool(report.programs_to_find)
+        if now - sent >= REFRESH or (report.program is not None and not has_found):
+            sent, has_found = now, report.program is not None
             connection.send(replace(report, failure=None))
 
     try:

@@ -98,7 +98,7 @@ PROFILES = {"quick": Profile(steps=30), "deep": Profile(steps=80)}
 
 @dataclass
 class Report:
-    """The result of a run; `failure` and `program` are set if it found a failure."""
+    """The result of a run; `failure` is set if it found one, and `program` as soon as a program has failed."""
 
     machine: str
     seed: int
@@ -107,7 +107,7 @@ class Report:
     seconds: float = 0.0
     coverage: Counter[str] = field(default_factory=Counter)
     failure: Exception | None = None
-    program: Program | None = None  # the shrunk one
+    program: Program | None = None  # the shrunk one, in the end
     programs_to_find: int = 0
     seconds_to_find: float = 0.0
 
@@ -176,6 +176,7 @@ class Fuzzer:
         report.seconds = time.monotonic() - self._began
         if machine.finding is not None and not report.programs_to_find:
             report.programs_to_find, report.seconds_to_find = report.programs, report.seconds
+            report.program = machine.program
         self._last = machine.program
         if machine.finding is not None:
             self._findings.append(machine.finding)

@@ -1,4 +1,4 @@
-"""Programs that read the states of an engine: each at once, or late and a few at a time."""
+"""Tasks that read the states of an engine: one reads each at once, the others late and a few at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suspect functions: where a program that fails took steps that few programs take which pass.
+"""Suspect functions: where a program that fails takes steps that few passing programs take.
 
 It is fault localization by coverage: such steps are near the bug, even if the failure itself is noticed much later.
 """
@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
 from trioengine.testing.fuzz.machine import Finding, Machine
-from trioengine.testing.fuzz.program import Program, replay
+from trioengine.testing.fuzz.program import Program, UnknownStep, replay
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, Report, simpler
 from trioengine.testing.fuzz.trace import is_under_test
+from trioengine.testing.sim_loop import Livelock
 
 MOST_NEIGHBOURS = 20  # programs that are a little simpler than the one that fails
-ORDINARY = 10  # programs a seed
-SEEDS = 2
+ORDINARY = 20  # programs that pass
+A_SEED = 10  # of these
+MOST_SEEDS = 10  # each of which ends at a program that fails
+SLOWDOWN = 5  # by tracing, about
 
 Step: TypeAlias = tuple[CodeType, int, int]  # from one line of a function to another, or to the same
 _Tracer: TypeAlias = Callable[[FrameType, str, object], Any]
@@ -31,10 +35,11 @@ class Steps:
     def __init__(self) -> None:
         self.order: dict[Step, None] = {}  # in the order of their first times
         self._before: Any = None
+        self._in_repr: FrameType | None = None  # which the message of a failure calls
         self._is_traced: dict[str, bool] = {}  # by file
 
     def __enter__(self) -> None:
-        self._before = sys.gettrace()
+        self._before, self._in_repr = sys.gettrace(), None
         sys.settrace(self._begin)
 
     def __exit__(self, *_: object) -> None:
@@ -45,8 +50,11 @@ class Steps:
         file = code.co_filename
         if file not in self._is_traced:
             self._is_traced[file] = is_under_test(file)
-        if not self._is_traced[file] or code.co_name == "__repr__":  # which a failure calls
+        if self._in_repr is not None or not self._is_traced[file]:
             return None
+        if code.co_name == "__repr__":
+            self._in_repr = frame
+            return self._leave_repr
         before = frame.f_lineno
 
         def follow(frame: FrameType, event: str, argument: object) -> _Tracer:
@@ -58,6 +66,11 @@ class Steps:
             return follow
 
         return follow
+
+    def _leave_repr(self, frame: FrameType, event: str, argument: object) -> _Tracer:
+        if event == "return":
+            self._in_repr = None
+        return self._leave_repr
 
 
 @dataclass(frozen=True)
@@ -78,13 +91,20 @@ class Suspects:
     num_programs: int  # that pass
 
 
-def suspects(machine: type[Machine], program: Program) -> Suspects:
-    """Compare the program, which fails, with its neighbours and with ordinary programs of its machine that pass."""
+def suspects(machine: type[Machine], program: Program) -> Suspects | None:
+    """Compare the program, which failed, with its neighbours and with ordinary programs of its machine that pass.
+
+    It returns None if the program does not fail again.
+    """
     machine = machine.with_variant(program.variant)
     _run(machine, program)  # fills caches
-    failing = _run(machine, program)[1]
-    passing = [steps for has_failed, steps in _neighbours(machine, program) if not has_failed]
-    passing += [steps for seed in range(SEEDS) for steps in _ordinary(machine, seed)]
+    failure, failing = _run(machine, program)
+    if failure is None:
+        return None
+    try:
+        passing = [*_neighbours(machine, program), *_ordinary(machine)]
+    except Livelock:
+        passing = []  # others would take as long
     times = Counter(step for steps in passing for step in steps.order)
     functions: dict[tuple[str, str], Suspect] = {}
     latest_first = list(reversed(failing.order))
@@ -95,40 +115,57 @@ def suspects(machine: type[Machine], program: Program) -> Suspects:
     return Suspects(list(functions.values()), len(passing))
 
 
-def _run(machine: type[Machine], program: Program) -> tuple[bool, Steps]:
-    """Whether the program fails, and its steps up to then."""
-    made = machine()
-    made.around_rules = steps = Steps()
+def _traced(machine: type[Machine]) -> tuple[Machine, Steps]:
+    made, steps = machine(), Steps()
+    made.around_rules = steps
+    made.longest *= SLOWDOWN
+    return made, steps
+
+
+def _run(machine: type[Machine], program: Program) -> tuple[Exception | None, Steps]:
+    """The program's failure, and its steps up to then. Raises UnknownStep."""
+    made, steps = _traced(machine)
     try:
         replay(made, program)
-    except Finding:
-        return True, steps
-    return False, steps
+    except Finding as finding:
+        return finding.error, steps
+    return None, steps
 
 
-def _neighbours(machine: type[Machine], program: Program) -> list[tuple[bool, Steps]]:
+def _neighbours(machine: type[Machine], program: Program) -> Iterator[Steps]:
+    """The steps of those that pass. Raises Livelock."""
     shorter = [
         Program(program.machine, steps, program.variant)
         for index in reversed(range(len(program.steps)))
         for steps in simpler(program.steps, index, size=1)
     ]
-    return [_run(machine, each) for each in shorter[:MOST_NEIGHBOURS] if each.steps]
+    for each in filter(lambda each: each.steps, shorter[:MOST_NEIGHBOURS]):
+        with suppress(UnknownStep):  # not all machines have passes
+            failure, steps = _run(machine, each)
+            if isinstance(failure, Livelock):
+                raise failure
+            if failure is None:
+                yield steps
 
 
-def _ordinary(machine: type[Machine], seed: int) -> list[Steps]:
-    """The steps of programs that a seed chooses, up to the first that fails."""
+def _ordinary(machine: type[Machine]) -> list[Steps]:
+    """The steps of those that pass, of the first seeds. Raises Livelock."""
     passed: list[Steps] = []
     latest = Steps()
 
     def make() -> Machine:
         nonlocal latest
-        made = machine()
-        made.around_rules = latest = Steps()
+        made, latest = _traced(machine)
         return made
 
     def note(report: Report) -> None:
         if not report.programs_to_find:
             passed.append(latest)
 
-    Fuzzer(make, PROFILES["quick"], seed, note, shrink=False).run(examples=ORDINARY)
+    for seed in range(MOST_SEEDS):
+        report = Fuzzer(make, PROFILES["quick"], seed, note, shrink=False).run(examples=A_SEED)
+        if isinstance(report.failure, Livelock):
+            raise report.failure
+        if len(passed) >= ORDINARY:
+            break
     return passed

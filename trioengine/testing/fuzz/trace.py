@@ -86,9 +86,14 @@ def _short(value: object) -> str:
     return text if len(text) <= _MOST else f"{text[:_MOST]}..."
 
 
+def is_packages(file: str) -> bool:
+    """Whether code in this file is this package's."""
+    return file.startswith(_PACKAGE)
+
+
 def is_library(file: str) -> bool:
     """Whether code in this file is neither this package's nor a user's."""
-    return file.startswith(_LIBRARIES) and not file.startswith(_PACKAGE)
+    return file.startswith(_LIBRARIES) and not is_packages(file)
 
 
 def is_under_test(file: str) -> bool:
