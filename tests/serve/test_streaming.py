@@ -133,6 +133,19 @@ async def test_only_a_silence_is_broken(autojump_clock, connect):
     await client.stream.aclose()
 
 
+async def test_no_comment_comes_after_the_last_piece(autojump_clock, connect):
+    """The handler may take long to end: a worker that is stuck has to release the session."""
+
+    async def write(body):
+        await body.send(b"a")
+        await body.send(b"z", is_last=True)
+        await trio.sleep(2 * KEEP_ALIVE)
+
+    client = connect(write, keep_alive=b".")
+    assert (await client.request("GET", "/stream")).body == b"az"
+    await client.stream.aclose()
+
+
 @pytest.mark.parametrize("last", [b"z", b""])
 async def test_what_follows_waits_for_the_comment_before_it(autojump_clock, connect, last):
     """A piece, or the end."""

@@ -183,6 +183,14 @@ FOUND_IN_HTTP = {
         ("advance", {"seconds": 0.2}),
         ("go", {"which": 0, "how": "vanish"}),
     ],
+    "a comment comes after the end of a stream, while its session is being released": [
+        ("begin", {"ready": True, "clients": 1}),
+        ("switch", {"which": 0, "how": "/wake_up", "rounds": 12}),
+        ("ask_more", ASK_MORE | {"streams": True, "stop": "a", "rounds": 20}),
+        ("abort", {"which": 0, "request": 0, "rounds": 6}),
+        *[("advance", {"seconds": 11.0})] * 2,
+        ("abort", {"which": 0, "request": 0, "rounds": 6}),
+    ],
 }
 UPDATE = ("update", {"mode": "abort", "path": "new"})
 FOUND_IN_POWER = {

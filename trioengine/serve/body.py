@@ -103,8 +103,8 @@ class Body:
             self.on_disconnect()
         self._nursery.cancel_scope.cancel()
 
-    async def send(self, piece: bytes) -> None:
-        """Send a piece that is not empty, in one write if it is short.
+    async def send(self, piece: bytes, *, is_last: bool = False) -> None:
+        """Send a piece that is not empty, in one write if it is short. After the last one no keep-alive is sent.
 
         Cancelled before it begins, or called after a disconnect, it sends nothing; cancelled later, it leaves a torn
         body behind.
@@ -117,6 +117,8 @@ class Body:
                 await self._sent.wait()
         finally:
             self._num_waiting -= 1
+        if is_last:
+            self._keep_alive = b""
         data = self._frame(piece) if self.started else self._head() + self._frame(piece)
         self._sending, self.started = True, True
         await self._send_all(data)

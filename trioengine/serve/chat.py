@@ -85,7 +85,7 @@ class _ChatCompletion:
                 raise
             if not isinstance(exc, (ClientError, EngineError, RequestAborted)):
                 logger.exception("%s crashed", self._shape.id)
-            await body.send(error_frames(problem_of(exc)))
+            await body.send(error_frames(problem_of(exc)), is_last=True)
 
     async def _send_all(self, generation: Generation, body: Body) -> None:
         frames = ChatFrames(self._shape, include_usage=self._include_usage)
@@ -100,7 +100,7 @@ class _ChatCompletion:
                 await body.send(unsent + delta)
                 unsent = b""
                 generation.set_sink(sink.take_and_send)
-        await body.send(unsent + frames.end(_finished(generation)))
+        await body.send(unsent + frames.end(_finished(generation)), is_last=True)
 
     @asynccontextmanager
     async def _generation(self, body: Body) -> AsyncIterator[Generation]:
