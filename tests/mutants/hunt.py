@@ -60,7 +60,9 @@ def hunt_all(hunted, seeds, profile):
         found = [result for seed in range(seeds) if (result := hunt(mutant, seed, profile)) is not None]
         all_found += found
         table.add_row(mutant.id, f"{len(found)}/{seeds}", *medians(found), mutant.failure)
-        print(f"{mutant.id}: {len(found)} of {seeds}", file=sys.stderr, flush=True)
+        programs, seconds, rules = medians(found)
+        line = f"{mutant.id}: {len(found)} of {seeds}, {programs} programs, {seconds} seconds, {rules} rules"
+        print(line, file=sys.stderr, flush=True)
     if len(hunted) == 1:
         print("\n\n".join(result.program for result in all_found))
     table.add_row("all", f"{len(all_found)}/{seeds * len(hunted)}", *medians(all_found))
