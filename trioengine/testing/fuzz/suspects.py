@@ -1,15 +1,19 @@
 """Suspect functions: where a program that fails takes steps that few passing programs take.
 
-It is fault localization by coverage: such steps are near the bug, even if the failure itself is noticed much later.
+It is fault localization by coverage: such steps are near the bug, even if the failure itself is noticed much later. Of
+functions with equally rare steps, those come first that have words of the failure and of the rules among their names.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
@@ -24,8 +28,11 @@ ORDINARY = 20  # programs that pass
 A_SEED = 10  # of these
 MOST_SEEDS = 10  # each of which ends at a program that fails
 SLOWDOWN = 5  # by tracing, about
+WORD = 0.2  # how much a word counts that one in e functions has
+_WORD = re.compile(r"[A-Z]?[a-z]{4,}|[A-Z]{4,}")
 
 Step: TypeAlias = tuple[CodeType, int, int]  # from one line of a function to another, or to the same
+_Function: TypeAlias = tuple[str, str]  # file and name
 _Tracer: TypeAlias = Callable[[FrameType, str, object], Any]
 
 
@@ -85,7 +92,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Suspects:
-    """The suspect functions, with the rarest steps first, of which the latest."""
+    """The suspect functions, the most suspicious ones first, and of equals those with the latest steps."""
 
     functions: list[Suspect]
     num_programs: int  # that pass
@@ -106,13 +113,33 @@ def suspects(machine: type[Machine], program: Program) -> Suspects | None:
     except Livelock:
         passing = []  # others would take as long
     times = Counter(step for steps in passing for step in steps.order)
-    functions: dict[tuple[str, str], Suspect] = {}
+    rarest: dict[_Function, Suspect] = {}
+    words: defaultdict[_Function, set[str]] = defaultdict(set)
     latest_first = list(reversed(failing.order))
     for step in sorted(latest_first, key=lambda step: times[step]):
         code, _, line = step
-        name = code.co_qualname.partition(".<locals>.<")[0]
-        functions.setdefault((code.co_filename, name), Suspect(code.co_filename, name, line, times[step]))
-    return Suspects(list(functions.values()), len(passing))
+        function = code.co_filename, code.co_qualname.partition(".<locals>.<")[0]
+        rarest.setdefault(function, Suspect(*function, line, times[step]))
+        words[function] |= _words(" ".join((Path(function[0]).stem, function[1], *code.co_names, *code.co_varnames)))
+    weights = _weights(list(words.values()), _words(" ".join((str(failure), *(name for name, _ in program.steps)))))
+
+    def suspicion(function: _Function) -> float:
+        likeness = math.fsum(weights.get(word, 0.0) for word in words[function])
+        return (1 + WORD * likeness) / (1 + rarest[function].times)
+
+    ordered = sorted(rarest, key=suspicion, reverse=True)
+    return Suspects([rarest[function] for function in ordered], len(passing))
+
+
+def _words(text: str) -> set[str]:
+    """The words of a text, and of the names in it; without the s of a plural."""
+    return {word.lower().removesuffix("s") for word in _WORD.findall(text)}
+
+
+def _weights(functions: Sequence[set[str]], failure: set[str]) -> dict[str, float]:
+    """The weights of the failure's words: the fewer functions have one, the more it counts."""
+    frequencies = Counter(word for words in functions for word in words & failure)
+    return {word: math.log(len(functions) / frequency) for word, frequency in frequencies.items()}
 
 
 def _traced(machine: type[Machine]) -> tuple[Machine, Steps]:
