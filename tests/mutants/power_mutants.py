@@ -174,7 +174,8 @@ POWER_MUTANTS = (
         "F13",
         "requests are admitted while a sleep is pending",
         replaced(Gate, "is_awake", _admit_what_waits_for_its_turn),
-        shows="admits|sleeps|is unanswered|nothing moves, and|was ended by error|is awake, and EngineAsleep|detach while prep",
+        shows="admits|sleeps|is unanswered|nothing moves, and|was ended by error|is awake, and EngineAsleep"
+        "|detach while preparing",
         machine="PowerMachine",
     ),
     Mutant(

@@ -112,6 +112,12 @@ def suspects(machine: type[Machine], program: Program) -> Suspects | None:
         passing = [*_neighbours(machine, program), *_ordinary(machine)]
     except Livelock:
         passing = []  # others would take as long
+    about = " ".join((str(failure), *(name for name, _ in program.steps)))
+    return Suspects(_ranked(failing, passing, _words(about)), len(passing))
+
+
+def _ranked(failing: Steps, passing: Sequence[Steps], about: set[str]) -> list[Suspect]:
+    """The functions of the program that fails, which is described by these words."""
     times = Counter(step for steps in passing for step in steps.order)
     rarest: dict[_Function, Suspect] = {}
     words: defaultdict[_Function, set[str]] = defaultdict(set)
@@ -121,14 +127,13 @@ def suspects(machine: type[Machine], program: Program) -> Suspects | None:
         function = code.co_filename, code.co_qualname.partition(".<locals>.<")[0]
         rarest.setdefault(function, Suspect(*function, line, times[step]))
         words[function] |= _words(" ".join((Path(function[0]).stem, function[1], *code.co_names, *code.co_varnames)))
-    weights = _weights(list(words.values()), _words(" ".join((str(failure), *(name for name, _ in program.steps)))))
+    weights = _weights(list(words.values()), about)
 
     def suspicion(function: _Function) -> float:
         likeness = math.fsum(weights.get(word, 0.0) for word in words[function])
         return (1 + WORD * likeness) / (1 + rarest[function].times)
 
-    ordered = sorted(rarest, key=suspicion, reverse=True)
-    return Suspects([rarest[function] for function in ordered], len(passing))
+    return [rarest[function] for function in sorted(rarest, key=suspicion, reverse=True)]
 
 
 def _words(text: str) -> set[str]:
@@ -136,9 +141,9 @@ def _words(text: str) -> set[str]:
     return {word.lower().removesuffix("s") for word in _WORD.findall(text)}
 
 
-def _weights(functions: Sequence[set[str]], failure: set[str]) -> dict[str, float]:
-    """The weights of the failure's words: the fewer functions have one, the more it counts."""
-    frequencies = Counter(word for words in functions for word in words & failure)
+def _weights(functions: Sequence[set[str]], about: set[str]) -> dict[str, float]:
+    """The weights of these words: the fewer functions have one, the more it counts."""
+    frequencies = Counter(word for words in functions for word in words & about)
     return {word: math.log(len(functions) / frequency) for word, frequency in frequencies.items()}
 
 
