@@ -302,9 +302,9 @@ async def test_a_token_that_a_socket_takes_wakes_no_task(autojump_clock, clients
     """The stream's task sends the first piece with the head, the last piece, the last events, and the body's end."""
     by_the_task = []
 
-    async def send(self, piece, send=Body.send):
+    async def send(self, piece, *, is_last=False, send=Body.send):
         by_the_task.append(piece)
-        await send(self, piece)
+        await send(self, piece, is_last=is_last)
 
     monkeypatch.setattr(Body, "send", send)
     ours, theirs = trio.socket.socketpair()
