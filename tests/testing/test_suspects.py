@@ -7,7 +7,7 @@ from mutants import MUTANTS
 
 from trioengine.testing.fuzz import describe
 from trioengine.testing.fuzz.core_machine import CoreMachine
-from trioengine.testing.fuzz.describe import suspects_text
+from trioengine.testing.fuzz.describe import FILES, SUSPECTS, suspects_text
 from trioengine.testing.fuzz.lifecycle_machine import LifecycleMachine
 from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.parallel import Search, search
@@ -79,6 +79,14 @@ def test_files_of_the_user_come_first(program):
         _, first, second, *_ = suspects_text(Forgetful, program).splitlines()
     assert "test_suspects.py: " in first and "Forgetful.clean_up (0)" in first
     assert second.startswith("  trioengine/")
+
+
+def test_a_file_is_one_line_with_its_first_functions(program):
+    with silence():
+        _, *lines = suspects_text(Forgetful, program).splitlines()
+    files = [line.partition(": ")[0] for line in lines]
+    assert len(set(files)) == len(files) == FILES
+    assert max(line.count(" (") for line in lines) == SUSPECTS
 
 
 class Wrong(CoreMachine):

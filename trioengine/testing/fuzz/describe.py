@@ -14,7 +14,8 @@ from trioengine.testing.sim_loop import Livelock
 
 TRACE_LINES = 25  # shown of a trace
 ERROR_LINES = 6  # shown of an error above its program
-SUSPECTS = 9  # shown
+FILES = 12  # shown with suspects
+SUSPECTS = 3  # shown of a file
 _PACKAGES = str(Path(__file__).parents[3])
 
 
@@ -36,18 +37,19 @@ def trace_text(trace: Trace, *, whole: bool) -> str:
 
 
 def suspects_text(machine: type[Machine], program: Program) -> str:
-    """Return the functions in which the program, which failed, differs most from those that pass; by file.
+    """Return the functions in which the program, which failed, differs most from those that pass.
 
-    Those of the user come first.
+    They are shown by file, the file with the most suspicious one first, and the user's files before the package's.
     """
     found = suspects(machine, program)
     if found is None:
         return "it did not fail when it was run again: it depends on something that neither rules nor seeds choose"
     names: dict[str, list[str]] = {}
-    for suspect in sorted(found.functions, key=lambda suspect: is_packages(suspect.file))[:SUSPECTS]:
+    for suspect in sorted(found.functions, key=lambda suspect: is_packages(suspect.file)):
         names.setdefault(suspect.file, []).append(f"{suspect.line} {suspect.function} ({suspect.times})")
     head = f"suspects, with the rarest steps (in so many of {found.num_programs} programs that pass):"
-    return "\n".join([head, *(f"  {_short_path(file)}: {', '.join(each)}" for file, each in names.items())])
+    lines = [f"  {_short_path(file)}: {', '.join(each[:SUSPECTS])}" for file, each in names.items()]
+    return "\n".join([head, *lines[:FILES]])
 
 
 def _short_path(file: str) -> str:
