@@ -10,7 +10,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine.cli.logs import JsonFormatter
 from trioengine.serve.access_log import REQUEST_ID, ContextFilter, request_id, set_field
-from trioengine.serve.chat_protocol import ChatRequest
+from trioengine.serve.chat_request import ChatRequest
 from trioengine.serve.http import HttpRequest
 
 ACCESS = "trioengine.access"

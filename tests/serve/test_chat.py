@@ -12,7 +12,7 @@ from trioengine.actors.admission import _Entry
 from trioengine.actors.generation import Generation
 from trioengine.serve.body import Body
 from trioengine.serve.chat import _ChatCompletion
-from trioengine.serve.chat_protocol import ChatRequest
+from trioengine.serve.chat_request import ChatRequest
 from trioengine.serve.http import HttpRequest
 from trioengine.testing import toy_answer
 from trioengine.testing.toy_model import toy_logprobs

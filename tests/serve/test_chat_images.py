@@ -66,11 +66,11 @@ BAD = [
     ({"url": data_url(b"GIF89a", "image/gif")}, "image_parse_error", URL, "the GIF image is truncated"),
     ({"url": data_url(b"BM")}, "invalid_image_format", URL, "not a PNG, JPEG, WebP or GIF image"),
     ({"url": data_url(png(17_000, 1))}, "image_too_large", URL, "at most 16384 pixels a side"),
-    ({"url": 3}, "invalid_value", URL, "must be a string"),
-    ({}, "invalid_value", URL, "must be a string"),
-    ("data:", "invalid_value", "messages[0].content[1].image_url", "must be an object with a url"),
-    ({"url": data_url(PICTURE), "detail": 3}, "invalid_value", "messages[0].content[1].image_url.detail", "must be"),
-    ({"url": "", "size": 3}, "unsupported_parameter", "messages[0].content[1].image_url.size", "unknown field"),
+    ({"url": 3}, "invalid_type", URL, "must be a string"),
+    ({}, "missing_parameter", URL, "is missing"),
+    ("data:", "invalid_type", "messages[0].content[1].image_url", "must be an object"),
+    ({"url": data_url(PICTURE), "detail": 3}, "invalid_type", "messages[0].content[1].image_url.detail", "must be"),
+    ({"url": "", "size": 3}, "invalid_image_url", URL, "only data: URLs"),
 ]
 
 
@@ -80,7 +80,7 @@ async def test_a_bad_image_names_its_part(autojump_clock, clients, image, code, 
     parts = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": image}]
     answer = await clients.chat(parts, stream=stream)
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, code, param)
-    assert answer.error["message"].startswith(("unknown field ", param))
+    assert answer.error["message"].startswith(param)
     assert why in answer.error["message"]
 
 
@@ -94,8 +94,8 @@ async def test_an_image_that_cannot_be_decoded(autojump_clock, clients):
 
 async def test_images_are_in_user_messages(autojump_clock, clients):
     answer = await clients.chat(messages=[{"role": "system", "content": [image_part()]}])
-    assert (answer.status, answer.error["code"]) == (400, "images_not_supported")
-    assert answer.error["message"] == "messages[0].content[0]: a message of the role system has no images"
+    assert (answer.status, answer.error["code"]) == (400, "invalid_value")
+    assert answer.error["message"] == 'messages[0].content[0].type must be "text", got "image_url"'
 
 
 async def test_a_model_for_text_names_itself(autojump_clock):

@@ -16,10 +16,10 @@ import openai
 import pytest
 import trio
 from helpers.clients import first_token
+from trioengine.serve.chat_request import FIELDS
 
 from trioengine import EngineConfig
 from trioengine.aio.concurrency import open_unwrapped_nursery
-from trioengine.serve.chat_protocol import _FIELDS
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.server import serve
 from trioengine.testing import Simulation, toy_answer
@@ -290,6 +290,6 @@ async def test_the_curl_examples_run():
 
 async def test_the_page_names_every_route_and_field():
     async with running() as server:
-        names = {path.removesuffix("*") for path in server.connections._routes} - {"/", "/metrics"} | _FIELDS
+        names = {path.removesuffix("*") for path in server.connections._routes} - {"/", "/metrics"} | FIELDS
     for name in names:
         assert f"`{name}" in PAGE or f" {name}" in PAGE, name

@@ -45,6 +45,7 @@ HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
     "admin_key": "A key for the operators' routes, and for all others; may be given several times.",
     "allowed_origin": "A site whose pages may ask, as https://example.com; may be given several times.",
     "weights_dir": "Where the checkpoints lie that an operator may name to /update_weights.",
+    "unknown_fields": "warn, or refuse: requests with fields that this server does not know.",
     "insecure": "Serve other machines without a key, all of them.",
     "shutdown_timeout": "Seconds that requests have after the first SIGTERM or SIGINT.",
     "max_connections": "Connections at a time; an idle one makes room for more, or they are answered with 503.",
@@ -87,7 +88,7 @@ PANELS = {
         "encoder_cache_memory",
         "payload_memory",
     ),
-    "Network": ("host", "port", "shutdown_timeout"),
+    "Network": ("host", "port", "shutdown_timeout", "unknown_fields"),
     "Security": ("api_key", "admin_key", "allowed_origin", "weights_dir", "insecure"),
     "Limits": (
         "max_num_seqs",

@@ -35,7 +35,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_CACHE_SALT = 256  # characters
-_NUMBERS: Mapping[str, tuple[Callable[..., float], float, float]] = {  # the check and the bounds of each
+NUMBERS: Mapping[str, tuple[Callable[..., float], float, float]] = {  # the check and the bounds of each
     "max_tokens": (integer, 1, MAX_COUNT),
     "top_k": (integer, -1, MAX_COUNT),
     "seed": (integer, -MAX_INT64 - 1, MAX_INT64),
@@ -87,7 +87,7 @@ class SamplingParams:
         return changed_fields(self)
 
     def __post_init__(self) -> None:
-        for name, (check, low, high) in _NUMBERS.items():
+        for name, (check, low, high) in NUMBERS.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 _set(self, name, _checked(name, check, value, low, high))

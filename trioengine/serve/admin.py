@@ -21,17 +21,9 @@ from trioengine.serve.auth import Role
 from trioengine.serve.errors import SERVER_ERROR, ClientError, Problem
 from trioengine.serve.http import HttpRequest, HttpResponse, json_response, problem_response
 from trioengine.serve.limits import InFlight
-from trioengine.serve.parsing import (
-    flag_in,
-    flag_of,
-    known_fields,
-    load_object,
-    number_in,
-    one_of,
-    parameters_of,
-    some_of,
-    text_of,
-)
+from trioengine.serve.parsing import flag_in, load_body, number_in, one_of, parameters_of, some_of
+from trioengine.serve.reading import read_known
+from trioengine.serve.requests import AbortRequest, UpdateWeightsRequest
 from trioengine.serve.routes import Routes, get, post
 
 _SLEEP_PARAMETERS = ("level", "mode", "timeout")
@@ -77,13 +69,12 @@ class OperatorHandlers:
 
     async def abort_request(self, request: HttpRequest) -> HttpResponse:
         """Return how many requests this call aborts; 0 is not an error, as they may have finished."""
-        fields = known_fields(load_object(request.body, "the body"), ("request_id", "abort_all"))
-        id, is_all = fields.get("request_id"), flag_of(fields.get("abort_all"), "abort_all")
-        if is_all == (id is not None):
+        given = read_known(load_body(request.body), AbortRequest)
+        if bool(given.abort_all) == (given.request_id is not None):
             raise ClientError("invalid_value", "give request_id, or abort_all: true", param="request_id")
-        if is_all:
+        if given.request_id is None:
             return json_response(200, {"aborted": self._engine.abort_all()})
-        return json_response(200, {"aborted": self._in_flight.abort(text_of(id, "request_id"))})
+        return json_response(200, {"aborted": self._in_flight.abort(given.request_id)})
 
 
 class PowerHandlers:
@@ -111,14 +102,10 @@ class PowerHandlers:
 
     async def update_weights(self, request: HttpRequest) -> HttpResponse:
         """Load a checkpoint by its name, which is looked up in a thread; a disconnect until then changes nothing."""
-        fields = known_fields(load_object(request.body, "the body"), ("name", "mode", "timeout"))
-        if fields.get("name") is None:
-            raise ClientError("missing_parameter", "name is missing", param="name")
-        name, mode = text_of(fields["name"], "name"), fields.get("mode")
-        mode = Mode.ABORT.value if mode is None else text_of(mode, "mode")
-        path = await self._engine.ports.run_in_thread(find_checkpoint, self._weights_dir, name)
-        mode = cast("ModeName", mode)  # the engine checks it
-        await self._engine.update_weights(str(path), mode=mode, timeout=fields.get("timeout"))
+        given = read_known(load_body(request.body), UpdateWeightsRequest)
+        path = await self._engine.ports.run_in_thread(find_checkpoint, self._weights_dir, given.name)
+        mode = given.mode or Mode.ABORT.value
+        await self._engine.update_weights(str(path), mode=mode, timeout=given.timeout)
         return self._state()
 
     async def is_sleeping(self, request: HttpRequest) -> HttpResponse:

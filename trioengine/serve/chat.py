@@ -15,19 +15,13 @@ from trioengine.core.types import Cause, Completion, FinishReason
 from trioengine.serve.access_log import REQUEST_ID, SESSION
 from trioengine.serve.auth import salted
 from trioengine.serve.body import Body
-from trioengine.serve.chat_protocol import (
-    KEEP_ALIVE,
-    ChatFrames,
-    ChatRequest,
-    ChatShape,
-    error_frames,
-    image_refusal,
-    parse_chat_request,
-)
+from trioengine.serve.chat_request import FIELDS, ChatRequest, image_refusal, parse_chat_request
+from trioengine.serve.chat_response import KEEP_ALIVE, ChatFrames, ChatShape, error_frames
 from trioengine.serve.errors import ClientError, RequestAborted, problem_of
-from trioengine.serve.http import HttpRequest, HttpResponse, StreamingResponse
+from trioengine.serve.http import STREAM_HEADERS, Headers, HttpRequest, HttpResponse, StreamingResponse
 from trioengine.serve.limits import InFlight
 from trioengine.serve.parsing import LONG_JSON, in_thread_if
+from trioengine.serve.unknown_fields import UnknownFields
 
 logger = logging.getLogger("trioengine")
 MANY_LOGPROBS = 1000  # entries of log-probabilities; more are rendered in a thread
@@ -36,18 +30,20 @@ MANY_LOGPROBS = 1000  # entries of log-probabilities; more are rendered in a thr
 class ChatCompletions:
     """The handler of the route."""
 
-    def __init__(self, engine: Engine, model: str, in_flight: InFlight) -> None:
+    def __init__(self, engine: Engine, model: str, in_flight: InFlight, unknown_fields: UnknownFields) -> None:
         self._engine = engine
         self._model = model
         self._in_flight = in_flight
+        self._unknown_fields = unknown_fields
 
     async def __call__(self, request: HttpRequest) -> StreamingResponse:
         refusal = image_refusal(self._engine, self._model)
         parse = partial(parse_chat_request, request.body, self._model, refusal)
         chat = await in_thread_if(len(request.body) > LONG_JSON, self._engine.ports, parse)
-        completion = _ChatCompletion(self._engine, self._in_flight, chat, self._model, request)
+        headers = self._unknown_fields.report(chat.unknown, FIELDS)
+        completion = _ChatCompletion(self._engine, self._in_flight, chat, self._model, request, headers)
         if chat.stream:
-            return StreamingResponse(completion.stream, keep_alive=KEEP_ALIVE)
+            return StreamingResponse(completion.stream, headers=STREAM_HEADERS + headers, keep_alive=KEEP_ALIVE)
         return StreamingResponse(completion.whole)
 
 
@@ -55,7 +51,13 @@ class _ChatCompletion:
     """One completion in progress. Its messages are dropped once the engine has them."""
 
     def __init__(
-        self, engine: Engine, in_flight: InFlight, chat: ChatRequest, model: str, request: HttpRequest
+        self,
+        engine: Engine,
+        in_flight: InFlight,
+        chat: ChatRequest,
+        model: str,
+        request: HttpRequest,
+        headers: Headers,
     ) -> None:
         self._engine = engine
         self._in_flight = in_flight
@@ -65,6 +67,7 @@ class _ChatCompletion:
         self._include_usage = chat.include_usage
         self._shape = ChatShape(model, engine.runtime.model.tokenizer, chat.params.logprobs)
         self._request_id = chat.request_id
+        self._headers = headers  # of a whole response
 
     async def whole(self, body: Body) -> HttpResponse:
         """Run the request, and return the completion in one piece."""
@@ -73,7 +76,8 @@ class _ChatCompletion:
             completion = _finished(generation)
         num_logprobs = len(completion.logprobs or ()) * (1 + (self._params.logprobs or 0))
         render = partial(self._shape.whole, completion)
-        return HttpResponse(200, await in_thread_if(num_logprobs > MANY_LOGPROBS, self._engine.ports, render))
+        content = await in_thread_if(num_logprobs > MANY_LOGPROBS, self._engine.ports, render)
+        return HttpResponse(200, content, headers=self._headers)
 
     async def stream(self, body: Body) -> None:
         """Run the request, and send chunks as they come. Errors after the first piece are sent in the stream."""

@@ -12,6 +12,7 @@ from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.wording import brief
 
+UNKNOWN_FIELDS = ("warn", "refuse")
 MAX_PORT = 65535
 MAX_BYTES = 1 << 50
 MAX_BODY_SIZE, MAX_MESSAGE_SIZE = 4 << 20, 1 << 20  # bytes, of models for text
@@ -74,6 +75,7 @@ class ServeConfig(ConnectionLimits):
     admin_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # for operators; valid on all routes
     allowed_origin: tuple[str, ...] = ()  # web pages of other sites that may ask, as https://example.com
     weights_dir: str | None = None  # where the checkpoints lie that /update_weights may name
+    unknown_fields: str = "warn"  # or "refuse": fields of a request that this server does not know
     insecure: bool = False  # serve all clients of all machines, without any key
     shutdown_timeout: float = 30.0  # that requests have after the first SIGTERM or SIGINT
     max_connections: int = 4096  # at a time; one that waits makes room for more, or they are answered with 503
@@ -88,6 +90,9 @@ class ServeConfig(ConnectionLimits):
             name = getattr(self, field)
             if name is not None and not (isinstance(name, str) and name):
                 raise InvalidConfig.of(field, f"must be {kind}, got {brief(name)}")
+        if self.unknown_fields not in UNKNOWN_FIELDS:
+            names = " or ".join(UNKNOWN_FIELDS)
+            raise InvalidConfig.of("unknown_fields", f"must be {names}, got {brief(self.unknown_fields)}")
         if not isinstance(self.insecure, bool):
             raise InvalidConfig.of("insecure", f"must be True or False, got {brief(self.insecure)}")
         for field in ("api_key", "admin_key"):

@@ -16,6 +16,8 @@ from trioengine.serve.body import Body
 from trioengine.serve.errors import INVALID_REQUEST, Problem, problem_of, status_of
 from trioengine.serve.limits import Held
 
+Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]  # names in lower case, and values
+STREAM_HEADERS: Headers = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 _SINGLE = (b"host", b"origin", b"sec-websocket-key", b"sec-websocket-version")  # headers that must not be repeated
 _VERSIONS = (b"1.0", b"1.1")
 _AUTHORITY = rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%-]*)(?::[0-9]{0,5})?"  # no user info
@@ -36,12 +38,12 @@ _FAULTS = {  # our wording of those h11 messages that do not quote the client
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """A request; header names are in lower case."""
+    """A request."""
 
     method: str
     path: str
     query: str
-    headers: tuple[tuple[bytes, bytes], ...]
+    headers: Headers
     body: bytes = field(default=b"", repr=False)
     http_version: bytes = b"1.1"
     cache_salt: bytes = field(default=b"", repr=False)  # of its key
@@ -76,7 +78,7 @@ class HttpResponse:
     status: int
     body: bytes
     content_type: bytes = b"application/json"
-    headers: tuple[tuple[bytes, bytes], ...] = ()
+    headers: Headers = ()
     problem: Problem | None = None  # the error that the body describes, for the log
 
 
@@ -91,7 +93,7 @@ class StreamingResponse:
     write: Callable[[Body], Awaitable[HttpResponse | None]]
     status: int = 200
     content_type: bytes = b"text/event-stream"
-    headers: tuple[tuple[bytes, bytes], ...] = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+    headers: Headers = STREAM_HEADERS
     keep_alive: bytes = b""  # a piece without content, sent while the stream is silent
 
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from trioengine.actors.engine import Engine
-from trioengine.core.checks import integer
 from trioengine.core.errors import EngineOverloaded, RequestRejected
-from trioengine.serve.chat_protocol import check_model, parse_messages
+from trioengine.serve.chat_request import check_model, engine_messages
 from trioengine.serve.errors import ClientError
 from trioengine.serve.http import HttpRequest, HttpResponse, json_response
 from trioengine.serve.ids import unix_time
-from trioengine.serve.parsing import flag_of, in_thread_if, is_number, known_fields, load_object, text_of
+from trioengine.serve.parsing import in_thread_if, load_body
+from trioengine.serve.reading import read, unknown_names
+from trioengine.serve.requests import DetokenizeRequest, TokenizeRequest
+from trioengine.serve.unknown_fields import UnknownFields
 from trioengine.text.conversation import Prompt, check_length
 
 MODELS = "/v1/models"
-_TOKENIZE = ("model", "prompt", "messages", "add_special_tokens", "add_generation_prompt", "return_token_strs")
-_DETOKENIZE = ("model", "tokens")
+T = TypeVar("T", TokenizeRequest, DetokenizeRequest)
+_NO_IMAGES = "images are not tokenized here; usage.prompt_tokens counts them"
 
 
 class Models:
@@ -54,58 +57,58 @@ class Models:
 class Tokenization:
     """Handlers that tokenize texts or messages, and decode token ids."""
 
-    def __init__(self, engine: Engine, model: str) -> None:
+    def __init__(self, engine: Engine, model: str, unknown_fields: UnknownFields) -> None:
         self._engine = engine
         self._model = model
+        self._unknown_fields = unknown_fields
 
     async def tokenize(self, request: HttpRequest) -> HttpResponse:
-        return await self._run(request, self._tokenize)
+        return await self._run(request, TokenizeRequest, self._tokenize)
 
     async def detokenize(self, request: HttpRequest) -> HttpResponse:
-        return await self._run(request, self._detokenize)
+        return await self._run(request, DetokenizeRequest, self._detokenize)
 
-    async def _run(self, request: HttpRequest, function: Callable[[bytes], dict[str, Any]]) -> HttpResponse:
+    async def _run(self, request: HttpRequest, type_: type[T], function: Callable[[T], dict[str, Any]]) -> HttpResponse:
         is_long = len(request.body) > self._engine.ports.thread_threshold
 
         def respond(body: bytes) -> HttpResponse:
-            return json_response(200, function(body))  # JSON of a long result takes as long as the result
+            fields, known = load_body(body), type_.__struct_encode_fields__
+            given = read(fields, type_)
+            check_model(given.model, self._model)
+            headers = self._unknown_fields.report(unknown_names(fields, known), known)
+            response = json_response(200, function(given))  # JSON of a long result takes as long as the result
+            return replace(response, headers=headers)
 
         return await in_thread_if(is_long, self._engine.ports, partial(respond, request.body))
 
-    def _tokenize(self, body: bytes) -> dict[str, Any]:
-        fields = self._fields(body, _TOKENIZE)
+    def _tokenize(self, given: TokenizeRequest) -> dict[str, Any]:
         tokenizer = self._engine.tokenizer
-        name = "prompt" if "prompt" in fields else "messages"
-        ids = self._ids_of_text(fields) if name == "prompt" else self._ids_of_messages(fields)
+        name = "messages" if given.prompt is None else "prompt"
+        ids = self._ids_of_messages(given) if given.prompt is None else self._ids_of_text(given, given.prompt)
         self._check_count(ids, name)
-        with_strings = flag_of(fields.get("return_token_strs"), "return_token_strs")
-        return {
-            "count": len(ids),
-            "max_model_len": self._engine.limits.max_model_len,
-            "tokens": ids,
-            "token_strs": [tokenizer.tokenizer.token_string(id) for id in ids] if with_strings else None,
-        }
+        strings = [tokenizer.tokenizer.token_string(id) for id in ids] if given.return_token_strs else None
+        max_model_len = self._engine.limits.max_model_len
+        return {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings}
 
-    def _ids_of_text(self, fields: Mapping[str, Any]) -> list[int]:
-        for name in ("messages", "add_generation_prompt"):
-            if name in fields:
+    def _ids_of_text(self, given: TokenizeRequest, text: str) -> list[int]:
+        for name, value in (("messages", given.messages), ("add_generation_prompt", given.add_generation_prompt)):
+            if value is not None:
                 raise ClientError("invalid_value", f"{name} does not go with prompt", param=name)
-        text = text_of(fields["prompt"], "prompt")
         self._check_length(text, "prompt")
-        add_special = flag_of(fields.get("add_special_tokens", True), "add_special_tokens")
         tokenizer = self._engine.tokenizer.tokenizer
-        return tokenizer.surrounded(tokenizer.encode(text)) if add_special else tokenizer.encode(text)
+        ids = tokenizer.encode(text)
+        return ids if given.add_special_tokens is False else tokenizer.surrounded(ids)
 
-    def _ids_of_messages(self, fields: Mapping[str, Any]) -> list[int]:
-        if "messages" not in fields:
+    def _ids_of_messages(self, given: TokenizeRequest) -> list[int]:
+        if given.messages is None:
             message = "give a prompt, or messages: a list of at least one"
             raise ClientError("missing_parameter", message, param="messages")
-        messages = parse_messages(fields["messages"], "images are not tokenized here; usage.prompt_tokens counts them")
+        messages = engine_messages(given.messages, _NO_IMAGES)
         self._check_length(messages, "messages")
-        if flag_of(fields.get("add_special_tokens"), "add_special_tokens"):
+        if given.add_special_tokens:
             message = "add_special_tokens is for prompt: the chat template has messages' own"
             raise ClientError("invalid_value", message, param="add_special_tokens")
-        add_prompt = flag_of(fields.get("add_generation_prompt", True), "add_generation_prompt")
+        add_prompt = given.add_generation_prompt is not False
         return self._engine.tokenizer.apply_chat_template(messages, add_generation_prompt=add_prompt)
 
     def _check_length(self, prompt: Prompt, name: str) -> None:
@@ -122,24 +125,13 @@ class Tokenization:
             message = f"{name}: {len(tokens)} tokens, the context is {most}"
             raise ClientError("context_length_exceeded", message, param=name)
 
-    def _detokenize(self, body: bytes) -> dict[str, Any]:
-        tokens = self._fields(body, _DETOKENIZE).get("tokens")
-        if not isinstance(tokens, list):
-            raise ClientError("invalid_type", "tokens must be a list of token ids", param="tokens")
-        self._check_count(tokens, "tokens")
+    def _detokenize(self, given: DetokenizeRequest) -> dict[str, Any]:
+        self._check_count(given.tokens, "tokens")
         tokenizer = self._engine.tokenizer
-        for index, token_id in enumerate(tokens):
-            try:
-                integer(token_id, 0, tokenizer.tokenizer.vocab_size - 1)
-            except ValueError as exc:
-                code = "invalid_value" if is_number(token_id) else "invalid_type"
-                raise ClientError(code, f"tokens[{index}] {exc}", param=f"tokens[{index}]") from None
-        return {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}
-
-    def _fields(self, body: bytes, names: tuple[str, ...]) -> dict[str, Any]:
-        """Return the fields that are not null."""
-        given = load_object(body, "the body")
-        fields = {name: value for name, value in given.items() if value is not None}
-        known_fields(fields, names)
-        check_model(fields.get("model"), self._model)
-        return fields
+        most = tokenizer.tokenizer.vocab_size - 1
+        for index, token_id in enumerate(given.tokens):
+            if token_id > most:
+                param = f"tokens[{index}]"
+                message = f"{param} must be an integer from 0 to {most}, got {token_id}"
+                raise ClientError("invalid_value", message, param=param)
+        return {"prompt": tokenizer.decode(given.tokens, skip_special_tokens=False)}

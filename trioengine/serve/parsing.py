@@ -53,6 +53,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {  # of sampling parameters as JSON has
     "cache_salt": (str,),
 }
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape of half of a pair, or of one of its halves
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 _SHOWN = 120  # characters of a name
 _SHOWN_VALUE = 80  # characters of a value
@@ -102,6 +103,39 @@ def load_object(data: str | bytes, source: str, code: str = "invalid_type") -> M
     return value
 
 
+def load_body(body: bytes) -> Mapping[str, Any]:
+    """Load the JSON object in a body, whose strings are Unicode. Raises ClientError."""
+    fields = load_object(body, "the body")
+    if _SURROGATE.search(body):
+        _check_text(fields)
+    return fields
+
+
+def _check_text(value: object, where: str = "") -> None:
+    """Raise ClientError for a string with half of a surrogate pair, which is not Unicode; `where` is its path."""
+    if isinstance(value, dict):
+        for name, entry in value.items():
+            if not _is_text(name):
+                name = where or "the body"
+                raise ClientError(
+                    "invalid_value", f"{name} has a name with half of a surrogate pair", param=where or None
+                )
+            _check_text(entry, f"{where}.{name}" if where else name)
+    elif isinstance(value, list):
+        for index, entry in enumerate(value):
+            _check_text(entry, f"{where}[{index}]")
+    elif isinstance(value, str) and not _is_text(value):
+        raise ClientError("invalid_value", f"{where} has half of a surrogate pair", param=where)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _check_depth(value: object, source: str) -> None:
     """Raise ClientError for deeper nesting. Iterative, because recursion is the danger to guard against."""
     level = [value]
@@ -134,7 +168,7 @@ def known_fields(value: object, names: Collection[str], where: str = "") -> Mapp
         raise ClientError("invalid_type", f"{where or 'the body'} must be an object", param=where or None)
     for name in value:
         if name not in names:
-            raise _unknown("field", name, names, f"{where}." if where else "")
+            raise unknown("field", name, names, f"{where}." if where else "")
     return value
 
 
@@ -193,6 +227,12 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_VALUE else text[: _SHOWN_VALUE - 1] + "…"
 
 
+def either(choices: Sequence[str]) -> str:
+    """Join choices to a text: a, b or c."""
+    *others, last = choices
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def in_json(message: str, value: object) -> str:
     """Rewrite an engine's message that ends with this value in Python's notation."""
     quoted = brief(value)
@@ -204,7 +244,7 @@ def as_served(message: str, own: str, model: str) -> str:
     return message.replace(f"model {own!r}", f"model {model!r}")
 
 
-def _unknown(kind: str, name: str, names: Collection[str], prefix: str = "") -> ClientError:
+def unknown(kind: str, name: str, names: Collection[str], prefix: str = "") -> ClientError:
     """Name an unknown field or parameter with its path, and the nearest of the known `names`, or all."""
     param = (prefix + name)[:_SHOWN]
     hint = did_you_mean(name, names, prefix)
@@ -221,7 +261,7 @@ def read_query(query: str, names: Collection[str]) -> Parameters:
     given: dict[str, list[str]] = {name: [] for name in names}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in given:
-            raise _unknown("parameter", name, names)
+            raise unknown("parameter", name, names)
         given[name].append(value)
     return given
 
@@ -237,8 +277,7 @@ def one_of(parameters: Parameters, name: str, choices: Sequence[str]) -> str:
     """Return one of the choices, by default the first. Raises ClientError."""
     value = _single(parameters, name, choices[0])
     if value not in choices:
-        *others, last = choices
-        message = f"{name} must be {', '.join(others)} or {last}, got {brief(value)}"
+        message = f"{name} must be {either(choices)}, got {brief(value)}"
         raise ClientError("invalid_value", message, param=name)
     return value
 

@@ -23,7 +23,7 @@ from trioengine.serve.admin import admin_routes
 from trioengine.serve.auth import Access, is_loopback, warn_of_short_keys
 from trioengine.serve.body import DisconnectCounter
 from trioengine.serve.chat import ChatCompletions
-from trioengine.serve.chat_protocol import check_model
+from trioengine.serve.chat_request import check_model
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.connection import ConnectionHandler, format_address
 from trioengine.serve.http import HttpRequest
@@ -34,6 +34,7 @@ from trioengine.serve.parsing import read_query
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, RealtimeConnection
 from trioengine.serve.realtime.response import ResponseRunner
 from trioengine.serve.routes import BELOW, Routes, get, plain_routes, post
+from trioengine.serve.unknown_fields import UnknownFields
 from trioengine.serve.websocket import AcceptedWebSocket
 
 ABORT_TIMEOUT = 1.0  # seconds for connections to report an abort to their clients
@@ -110,10 +111,11 @@ class Server:
 
     def _routes(self) -> Routes:
         engine, model = self.engine, self.model_name
-        models, tokenization = Models(engine, model), Tokenization(engine, model)
+        unknown_fields = UnknownFields(refuse=self.config.unknown_fields == "refuse")
+        models, tokenization = Models(engine, model), Tokenization(engine, model, unknown_fields)
         return {
             **plain_routes(engine, self.metrics),
-            "/v1/chat/completions": post(ChatCompletions(engine, model, self.in_flight)),
+            "/v1/chat/completions": post(ChatCompletions(engine, model, self.in_flight, unknown_fields)),
             MODELS: get(models.list),
             f"{MODELS}/{BELOW}": get(models.retrieve),
             "/tokenize": post(tokenization.tokenize),

@@ -1,0 +1,133 @@
+"""The response of a chat completion: whole, or as the frames of a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii  # json.dumps of a string, without its set-up
+from typing import Any
+
+from trioengine.core.types import Chunk, Completion, Logprobs, Usage
+from trioengine.serve.errors import Problem
+from trioengine.serve.ids import new_id, unix_time
+from trioengine.text.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+LEAST = -9999.0  # stands for minus infinity, which JSON lacks
+
+
+@dataclass(frozen=True, slots=True)
+class ChatShape:
+    """The fields common to all parts of one completion; `top_logprobs` is None without log-probabilities."""
+
+    model: str
+    tokenizer: Tokenizer
+    top_logprobs: int | None
+    id: str = field(default_factory=lambda: new_id("chatcmpl-"))
+    created: int = field(default_factory=unix_time)
+
+    def whole(self, completion: Completion) -> bytes:
+        """Render a chat.completion."""
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": self.logprobs(completion.logprobs),
+            "finish_reason": completion.finish_reason.value,
+        }
+        shown = {**self.head("chat.completion"), "choices": [choice], "usage": usage_json(completion.usage)}
+        return json.dumps(shown).encode()
+
+    def head(self, name: str) -> dict[str, Any]:
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model}
+
+    def logprobs(self, logprobs: Iterable[Logprobs] | None) -> dict[str, Any] | None:
+        if self.top_logprobs is None:
+            return None
+        return {"content": logprobs_content(logprobs or (), self.top_logprobs, self.tokenizer), "refusal": None}
+
+
+class ChatFrames:
+    """Renders the frames of one stream; the parts that they have in common are rendered once."""
+
+    __slots__ = (
+        "_after",
+        "_before",
+        "_include_usage",
+        "_shape",
+        "_text_after",
+        "_text_before",
+        "_usage_before",
+        "opening",
+    )
+
+    def __init__(self, shape: ChatShape, *, include_usage: bool) -> None:
+        self._shape = shape
+        self._include_usage = include_usage
+        head = json.dumps(shape.head("chat.completion.chunk"))[:-1]
+        self._before = f'data: {head}, "choices": [{{"index": 0, "delta": '.encode()
+        self._usage_before = f'data: {head}, "choices": [], "usage": '.encode()
+        self._after = b'], "usage": null}\n\n' if include_usage else b"]}\n\n"
+        self._text_before = self._before + b'{"content": '
+        self._text_after = b'}, "logprobs": null, "finish_reason": null}' + self._after
+        self.opening = self._frame('{"role": "assistant", "content": ""}')
+
+    def delta(self, chunk: Chunk) -> bytes:
+        """Render a chunk; b"" for one without text and log-probabilities."""
+        if not chunk.logprobs:
+            return self.text(chunk.text)
+        delta = json.dumps({"content": chunk.text})
+        return self._frame(delta, logprobs=json.dumps(self._shape.logprobs(chunk.logprobs)))
+
+    def text(self, text: str) -> bytes:
+        """Render a text without log-probabilities; b"" for an empty one."""
+        return self._text_before + encode_basestring_ascii(text).encode() + self._text_after if text else b""
+
+    def end(self, completion: Completion) -> bytes:
+        """Render the finish reason, the usage if requested, and the end of the stream."""
+        usage = b""
+        if self._include_usage:
+            usage = self._usage_before + json.dumps(usage_json(completion.usage)).encode() + b"}\n\n"
+        return self._frame("{}", finish_reason=f'"{completion.finish_reason.value}"') + usage + DONE
+
+    def _frame(self, delta: str, *, logprobs: str = "null", finish_reason: str = "null") -> bytes:
+        """Render an event of fields in JSON."""
+        shown = f'{delta}, "logprobs": {logprobs}, "finish_reason": {finish_reason}}}'
+        return self._before + shown.encode() + self._after
+
+
+def error_frames(problem: Problem) -> bytes:
+    """Render an error in the middle of a stream, and the end of the stream."""
+    return f"data: {json.dumps({'error': problem.to_json()})}\n\n".encode() + DONE
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def logprobs_content(logprobs: Iterable[Logprobs], top: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Render each token, the end token included, with the `top` best of its position, best first."""
+    return [_position(position, top, tokenizer) for position in logprobs]
+
+
+def _position(position: Logprobs, top: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    chosen = next(iter(position))
+    best = sorted(position, key=position.__getitem__, reverse=True)[:top]
+    alternatives = [_token(token_id, position[token_id], tokenizer) for token_id in best]
+    return {**_token(chosen, position[chosen], tokenizer), "top_logprobs": alternatives}
+
+
+def _token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    if tokenizer.is_byte_level:
+        data = tokenizer.bytes_of((token_id,))
+        text = data.decode(errors="replace")
+    else:
+        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        data = text.encode()
+    return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(data)}

@@ -1,0 +1,169 @@
+"""The bodies of requests, one struct each: they are read by these types, and described by them in /openapi.json.
+
+Members that a struct does not have are passed over in messages and parts, which clients send back as they got them; in
+a body they are reported.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from msgspec import Meta, Struct
+
+from trioengine.core.checks import MAX_COUNT
+from trioengine.core.config import MAX_SECONDS
+from trioengine.core.sampling_params import (
+    MAX_CACHE_SALT,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    NUMBERS,
+)
+
+MAX_ID = 128  # characters
+MAX_METADATA = 16  # members
+
+
+def _bounds(name: str, description: str = "") -> Meta:
+    """The bounds of a number among the sampling parameters."""
+    _, low, high = NUMBERS[name]
+    return Meta(ge=low, le=high, description=description or None)
+
+
+_TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+
+
+# ---- messages ------------------------------------------------------------------------------------------------------
+
+
+class TextPart(Struct, tag="text", tag_field="type"):
+    text: str
+
+
+class RefusalPart(Struct, tag="refusal", tag_field="type"):
+    """A part of an answer that a client sends back."""
+
+    refusal: str
+
+
+class ImageUrl(Struct):
+    url: Annotated[str, Meta(description="A data: URL in base64: nothing is fetched.")]
+    detail: Annotated[Literal["auto", "low", "high", "original"] | None, Meta(description="Without effect.")] = None
+
+
+class ImagePart(Struct, tag="image_url", tag_field="type"):
+    image_url: ImageUrl
+
+
+_Texts: TypeAlias = str | Annotated[list[TextPart], Meta(min_length=1)]
+
+
+class SystemMessage(Struct, tag="system", tag_field="role"):
+    content: _Texts
+    name: str | None = None
+
+
+class DeveloperMessage(Struct, tag="developer", tag_field="role"):
+    """Instructions, as a system message has them."""
+
+    content: _Texts
+    name: str | None = None
+
+
+class UserMessage(Struct, tag="user", tag_field="role"):
+    content: str | Annotated[list[TextPart | ImagePart], Meta(min_length=1)]
+    name: str | None = None
+
+
+class AssistantMessage(Struct, tag="assistant", tag_field="role"):
+    content: str | Annotated[list[TextPart | RefusalPart], Meta(min_length=1)] | None = None
+    refusal: str | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+Message: TypeAlias = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage
+Messages: TypeAlias = Annotated[list[Message], Meta(min_length=1)]
+
+
+# ---- bodies --------------------------------------------------------------------------------------------------------
+
+
+class Sampling(Struct, kw_only=True):
+    """Sampling parameters, by the names that OpenAI and vLLM have for them."""
+
+    temperature: Annotated[float, _bounds("temperature", "0: greedy")] | None = None
+    top_p: Annotated[float, _bounds("top_p")] | None = None
+    top_k: Annotated[int, _bounds("top_k", "0 or -1: all tokens")] | None = None
+    min_p: Annotated[float, _bounds("min_p")] | None = None
+    repetition_penalty: Annotated[float, _bounds("repetition_penalty")] | None = None
+    presence_penalty: Annotated[float, _bounds("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _bounds("frequency_penalty")] | None = None
+    seed: Annotated[int, _bounds("seed")] | None = None
+    stop: (
+        str
+        | Annotated[
+            list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]], Meta(max_length=MAX_STOP_STRINGS)
+        ]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[_TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    min_tokens: Annotated[int, _bounds("min_tokens")] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: (
+        Annotated[dict[_TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIAS)] | None
+    ) = None
+    skip_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT)] | None = None
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+
+
+class ChatCompletionRequest(Sampling, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Messages
+    model: str | None = None
+    max_completion_tokens: Annotated[int, _bounds("max_tokens", "goes before max_tokens")] | None = None
+    max_tokens: Annotated[int, _bounds("max_tokens")] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, _bounds("logprobs")] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID, description="for /abort_request")] | None = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """The body of POST /tokenize: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[_TokenId]
+
+
+class AbortRequest(Struct, kw_only=True):
+    """The body of POST /abort_request: one id, or `abort_all`."""
+
+    request_id: str | None = None
+    abort_all: bool | None = None
+
+
+class UpdateWeightsRequest(Struct, kw_only=True):
+    """The body of POST /update_weights."""
+
+    name: str
+    mode: Literal["abort", "wait", "keep"] | None = None
+    timeout: Annotated[float, Meta(ge=0, le=MAX_SECONDS, description="Seconds.")] | None = None
