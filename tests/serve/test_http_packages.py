@@ -16,10 +16,10 @@ import openai
 import pytest
 import trio
 from helpers.clients import first_token
-from trioengine.serve.chat_request import FIELDS
 
 from trioengine import EngineConfig
 from trioengine.aio.concurrency import open_unwrapped_nursery
+from trioengine.serve.chat_request import FIELDS
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.server import serve
 from trioengine.testing import Simulation, toy_answer

@@ -172,12 +172,26 @@ PROBES: Mapping[str, Probe] = {
     "empty messages": _bad({"messages": []}, "invalid_value", "messages"),
     "wrong role": _bad({"messages": [{"role": "x", "content": "a"}]}, "invalid_value", "messages[0].role"),
     "no content": _bad({"messages": [{"role": "user"}]}, "missing_parameter", "messages[0].content"),
-    "unknown field": _bad_field("max_token", "unsupported_parameter", max_token=1),
+    "unknown field": _post(
+        "/tokenize",
+        {"prompt": "be", "mood": 1},
+        needs_model=True,
+        check=_counts(98, 101),
+        headers={b"x-unknown-fields": "mood"},
+    ),
+    "unknown field of an operator": Probe(
+        Request("POST", "/abort_request", b'{"requestid": "x"}', ADMIN_KEY), 400, "unsupported_parameter", "requestid"
+    ),
     "too hot": _bad_field("temperature", "invalid_value", temperature=101),
     "a text for a number": _bad_field("max_tokens", "invalid_type", max_tokens="1"),
     "two choices": _bad_field("n", "unsupported_parameter", n=2),
     "no stream": _bad_field("stream_options", "invalid_value", stream_options={"include_usage": True}),
-    "odd option": _bad_field("stream_options.x", "unsupported_parameter", stream=True, stream_options={"x": 1}),
+    "odd option": _bad_field(
+        "stream_options.include_obfuscation",
+        "unsupported_parameter",
+        stream=True,
+        stream_options={"include_obfuscation": True},
+    ),
     "no logprobs": _bad_field("top_logprobs", "invalid_value", top_logprobs=1),
     "empty id": _bad_field("request_id", "invalid_value", request_id=""),
     "other model": _bad_field("model", "model_not_found", 404, model="other"),
