@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from trioengine.core.errors import TransitionFailed as TransitionFailed
     from trioengine.core.errors import UnknownArgument as UnknownArgument
     from trioengine.core.errors import WorkerLost as WorkerLost
+    from trioengine.core.grammar import Grammar as Grammar
     from trioengine.core.lifecycle import Power as Power
     from trioengine.core.sampling_params import SamplingParams as SamplingParams
     from trioengine.text.conversation import Prompt as Prompt
@@ -70,6 +71,7 @@ _HOMES = {
     "TransitionFailed": "trioengine.core.errors",
     "UnknownArgument": "trioengine.core.errors",
     "WorkerLost": "trioengine.core.errors",
+    "Grammar": "trioengine.core.grammar",
     "Power": "trioengine.core.lifecycle",
     "FinishReason": "trioengine.core.types",
     "Usage": "trioengine.core.types",

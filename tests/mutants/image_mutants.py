@@ -91,7 +91,7 @@ def _overlook_the_parked(end_session: Any) -> Any:
     def mutant(self: EngineCore, message: Any) -> Any:
         session = self._sessions.get(message.session)
         sequence = None if session is None else session.sequence
-        if session is not None and sequence is not None and sequence.status is SequenceStatus.WAITING_FOR_PAYLOAD:
+        if session is not None and sequence is not None and sequence.status is SequenceStatus.PARKED:
             session.sequence = None
         return end_session(self, message)
 

@@ -154,6 +154,8 @@ async def _prepare(entry: _Entry) -> None:
             prompt = put_images(prompt, await entry.open_images().admit(sources))
             _check_length(entry, prompt)
         prepared = await _prepared(entry, prompt)
+        if request.params.grammar is not None:
+            await runtime.grammars.check(request.params.grammar)
         _check(runtime, prepared, request.params)
     if prepared.images:
         images = tuple(replace(image, name=places.name(image.name)) for image in prepared.images)

@@ -19,6 +19,7 @@ from trioengine.actors.attachment import Post
 from trioengine.actors.audit import Auditor
 from trioengine.actors.effects import Effects
 from trioengine.actors.gate import Gate, PowerChanged
+from trioengine.actors.grammars import Grammars
 from trioengine.actors.images import ImageStore, take_images
 from trioengine.actors.incarnation import Incarnation
 from trioengine.actors.media import ImageSource, Media
@@ -82,6 +83,7 @@ class Runtime:
         self.effects = Effects(self._carry_out)
         self.gate = Gate(config, self.effects, self.observers)
         self.images = ImageStore(config, ports, self.observers)
+        self.grammars = Grammars(ports)
         self.sessions = Sessions(self.effects)
         self.recovery = Recovery(config, self.gate, self.sessions)
         self.supervisor = Supervisor(

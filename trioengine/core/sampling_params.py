@@ -25,6 +25,7 @@ from trioengine.core.checks import (
     rejected,
 )
 from trioengine.core.errors import RequestRejected
+from trioengine.core.grammar import Grammar
 from trioengine.core.wording import brief, changed_fields
 
 Overflow: TypeAlias = Literal["refuse", "drop_oldest_turns"]  # policy for a chat that outgrows the model's context
@@ -82,6 +83,7 @@ class SamplingParams:
     logprobs: int | None = None  # number of top alternatives to report beside the chosen token; None: no logprobs
     skip_special_tokens: bool = True  # in the text, not in the token ids
     cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
+    grammar: Grammar | None = None  # which the answer follows; where it is complete, the answer ends
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -100,6 +102,8 @@ class SamplingParams:
         if not isinstance(salt, str) or len(salt) > MAX_CACHE_SALT or _LONE_SURROGATE.search(salt):
             rule = f"must be Unicode text of at most {MAX_CACHE_SALT} characters"
             raise rejected("cache_salt", f"{rule}, got {brief(salt)}")
+        if not (self.grammar is None or isinstance(self.grammar, Grammar)):
+            raise rejected("grammar", f"must be a Grammar, got {brief(self.grammar)}")
         self._check_stops()
         self._check_logit_bias()
 
@@ -167,6 +171,7 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     skip_special_tokens: bool
     cache_salt: str
+    grammar: Grammar | None
 
 
 def merged_params(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:

@@ -67,6 +67,7 @@ class _ChatCompletion:
         self._include_usage = chat.include_usage
         self._shape = ChatShape(model, engine.runtime.model.tokenizer, chat.params.logprobs)
         self._request_id = chat.request_id
+        self._grammar_field = chat.grammar_field
         self._headers = headers  # of a whole response
 
     async def whole(self, body: Body) -> HttpResponse:
@@ -121,7 +122,7 @@ class _ChatCompletion:
                             self._held.give_all_back()
                         yield generation
         except RequestRejected as exc:
-            raise _about_messages(exc) from None
+            raise _in_fields(exc, self._grammar_field) from None
 
     def _take_messages(self) -> Sequence[Mapping[str, Any]]:
         messages, self._messages = self._messages, ()
@@ -152,12 +153,14 @@ class _Sink:
         return True
 
 
-def _about_messages(error: RequestRejected) -> RequestRejected:
-    """Return the error with the client's name `messages` in place of the engine's `prompt`."""
-    if not error.message.startswith("prompt"):
-        return error
-    param = None if error.param is None else error.param.replace("prompt", "messages", 1)
-    return RequestRejected(error.code, error.message.replace("prompt", "messages", 1), param=param)
+def _in_fields(error: RequestRejected, grammar_field: str) -> RequestRejected:
+    """Return the error with the client's names in place of the engine's `prompt` and `grammar`."""
+    names = {"prompt": "messages", "grammar": grammar_field}
+    for name, field in names.items():
+        if error.message.startswith(name):
+            param = None if error.param is None else error.param.replace(name, field, 1)
+            return RequestRejected(error.code, error.message.replace(name, field, 1), param=param)
+    return error
 
 
 def _finished(generation: Generation) -> Completion:

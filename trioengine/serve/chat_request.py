@@ -9,17 +9,22 @@ from typing import Any, TypeAlias
 import msgspec
 
 from trioengine.actors.engine import Engine
-from trioengine.core.errors import EngineOverloaded
+from trioengine.core.errors import EngineOverloaded, RequestRejected
+from trioengine.core.grammar import Grammar
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.serve.errors import ClientError
-from trioengine.serve.parsing import as_served, load_body
+from trioengine.serve.parsing import as_served, either, load_body, load_object
 from trioengine.serve.reading import check_supported, read, sampling_params, unknown_names
 from trioengine.serve.requests import (
     AssistantMessage,
     ChatCompletionRequest,
     ImagePart,
+    JsonObjectFormat,
+    JsonSchemaFormat,
     Message,
     RefusalPart,
+    StructuredOutputs,
+    TextFormat,
     TextPart,
 )
 
@@ -62,8 +67,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "truncate_prompt_tokens": (),
@@ -88,6 +91,7 @@ class ChatRequest:
     stream: bool
     include_usage: bool  # in a stream
     request_id: str | None  # the client's own, for /abort_request
+    grammar_field: str  # the path of the field that has the grammar, if any
     unknown: tuple[str, ...] = ()  # fields that were passed over
 
 
@@ -106,6 +110,7 @@ def parse_chat_request(body: bytes, model: str, image_refusal: str) -> ChatReque
         stream=bool(given.stream),
         include_usage=_include_usage(given, fields),
         request_id=given.request_id,
+        grammar_field=_grammar_field(given),
         unknown=unknown_names(fields, FIELDS),
     )
 
@@ -134,7 +139,51 @@ def _params(given: ChatCompletionRequest) -> SamplingParams:
         raise ClientError("invalid_value", "top_logprobs needs logprobs=true", param="top_logprobs")
     if given.logprobs and logprobs is None:
         logprobs = 0
-    return sampling_params(given, max_tokens=max_tokens, logprobs=logprobs)
+    return sampling_params(given, max_tokens=max_tokens, logprobs=logprobs, grammar=_grammar(given))
+
+
+def _grammar_field(given: ChatCompletionRequest) -> str:
+    """Return the path of the field that has the grammar."""
+    if given.structured_outputs is not None:
+        return "structured_outputs"
+    has_schema = isinstance(given.response_format, JsonSchemaFormat)
+    return "response_format.json_schema.schema" if has_schema else "response_format"
+
+
+def _grammar(given: ChatCompletionRequest) -> Grammar | None:
+    """Return the grammar of the answer, if any."""
+    form, outputs = given.response_format, given.structured_outputs
+    if outputs is not None and not (form is None or isinstance(form, TextFormat)):
+        message = "structured_outputs and response_format do not go together"
+        raise ClientError("invalid_value", message, param="structured_outputs")
+    try:
+        if outputs is not None:
+            return _structured(outputs)
+        if isinstance(form, JsonSchemaFormat):
+            return Grammar.json_schema(form.json_schema.schema)
+        return Grammar.json_object() if isinstance(form, JsonObjectFormat) else None
+    except RequestRejected as exc:
+        where = _grammar_field(given)
+        raise ClientError(exc.code, f"{where}: {exc.message}", param=where) from None
+
+
+def _structured(outputs: StructuredOutputs) -> Grammar:
+    given = {name: value for name, value in msgspec.structs.asdict(outputs).items() if value not in (None, False)}
+    match list(given.items()):
+        case [("json", schema)]:
+            is_text = isinstance(schema, str)
+            return Grammar.json_schema(load_object(schema, "structured_outputs.json") if is_text else schema)
+        case [("regex", pattern)]:
+            return Grammar.regex(pattern)
+        case [("choice", choices)]:
+            return Grammar.choice(choices)
+        case [("grammar", grammar)]:
+            return Grammar.lark(grammar)
+        case [("json_object", _)]:
+            return Grammar.json_object()
+        case _:
+            message = f"structured_outputs must have one of {either(outputs.__struct_fields__)}, and only one"
+            raise ClientError("invalid_value", message, param="structured_outputs")
 
 
 # ---- messages ------------------------------------------------------------------------------------------------------

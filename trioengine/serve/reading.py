@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct, inspect
 
 from trioengine.core.errors import RequestRejected
+from trioengine.core.grammar import Grammar
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.wording import did_you_mean
 from trioengine.serve.errors import ClientError
@@ -186,12 +187,17 @@ def unknown_names(fields: Mapping[str, Any], known: Collection[str]) -> tuple[st
 
 
 def sampling_params(
-    given: Sampling, *, max_tokens: int | None, logprobs: int | None, where: str = ""
+    given: Sampling,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    grammar: Grammar | None = None,
+    where: str = "",
 ) -> SamplingParams:
     """Return the engine's parameters. Raises ClientError for values that do not go together."""
     values = {name: value for name in _SAMPLING if (value := getattr(given, name)) is not None}
     try:
-        return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs)
+        return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar)
     except RequestRejected as exc:
         raise ClientError(exc.code, f"{where}{exc.message}", param=f"{where}{exc.param}") from exc
 

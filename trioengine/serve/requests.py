@@ -118,6 +118,35 @@ class Sampling(Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT)] | None = None
 
 
+class TextFormat(Struct, tag="text", tag_field="type"):
+    """Any text."""
+
+
+class JsonObjectFormat(Struct, tag="json_object", tag_field="type"):
+    """Any JSON object."""
+
+
+class JsonSchema(Struct):
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: Annotated[bool | None, Meta(description="Without effect: answers always follow the schema.")] = None
+
+
+class JsonSchemaFormat(Struct, tag="json_schema", tag_field="type"):
+    json_schema: JsonSchema
+
+
+class StructuredOutputs(Struct):
+    """vLLM's form of a grammar; exactly one field is given."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: Annotated[str, Meta(description="In llguidance's variant of Lark.")] | None = None
+    json_object: bool | None = None
+
+
 class StreamOptions(Struct):
     include_usage: bool | None = None
 
@@ -133,6 +162,8 @@ class ChatCompletionRequest(Sampling, kw_only=True):
     top_logprobs: Annotated[int, _bounds("logprobs")] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID, description="for /abort_request")] | None = None
 
 

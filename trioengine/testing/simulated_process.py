@@ -13,8 +13,11 @@ import trio
 from trio.testing import MemoryReceiveStream
 
 from trioengine.core.messages import Fatal
+from trioengine.testing.toy_model import toy_compile
+from trioengine.worker.scheduling.grammars import GrammarCompiled, compile_for
 from trioengine.worker.scheduling.image_queue import PictureDecoded, decode_picture
 from trioengine.worker.scheduling.images import Decode, Picture
+from trioengine.worker.scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,16 @@ class SimulatedDecoder:
         source = picture.payload.source if picture.payload is not None else None
         assert isinstance(source, SimulatedPayload) and source.is_open, "a picture is decoded whose payload is closed"
         self._report(decode_picture(picture, self._decode))
+
+
+class SimulatedCompiler:
+    """A Compiler that reports at once, to be handled in a later turn."""
+
+    def __init__(self, report: Callable[[GrammarCompiled], None]) -> None:
+        self._report = report
+
+    def submit(self, sequence: Sequence) -> None:
+        self._report(compile_for(sequence, toy_compile))
 
 
 SIGTERM, SIGKILL, SIGSEGV = 15, 9, 11

@@ -32,7 +32,13 @@ from trioengine.core.messages import (
     StopSession,
     Tokens,
 )
-from trioengine.testing.simulated_process import SIGSEGV, SimulatedDecoder, SimulatedPayload, SimulatedProcess
+from trioengine.testing.simulated_process import (
+    SIGSEGV,
+    SimulatedCompiler,
+    SimulatedDecoder,
+    SimulatedPayload,
+    SimulatedProcess,
+)
 from trioengine.testing.simulated_process import Behaviour as Behaviour
 from trioengine.testing.simulated_process import Health as Health
 from trioengine.testing.toy_model import Crash, ToyRunner, toy_decode
@@ -78,7 +84,8 @@ class SimulatedWorker(SimulatedProcess):
         self._observers = observers
         self.runner = ToyRunner(limits)
         self.decoder = SimulatedDecoder(toy_decode, self._report)
-        self.core = EngineCore(self.runner, limits, trio.current_time, decoder=self.decoder)
+        self.compiler = SimulatedCompiler(self._report)
+        self.core = EngineCore(self.runner, limits, trio.current_time, decoder=self.decoder, compiler=self.compiler)
         self.connection = Connection(Role.WORKER)
         self.received: list[Message] = []  # all messages of the engine, in order
         self.blamed: RemoteProtocolError | None = None  # a protocol violation by the engine
@@ -224,7 +231,9 @@ class SimulatedWorker(SimulatedProcess):
             else:
                 asleep = frozenset(message.config.asleep)
                 self.runner.load(message.config.model_path, asleep)
-                self.core = EngineCore(self.runner, self._limits, trio.current_time, asleep, self.decoder)
+                self.core = EngineCore(
+                    self.runner, self._limits, trio.current_time, asleep, self.decoder, self.compiler
+                )
                 self._weight_version = message.config.weight_version
                 self._send_all([self._ready()])
                 self._turn_to(Activity.IDLE)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from trioengine.core.errors import ModelError
+from trioengine.core.grammar import Grammar
 from trioengine.core.image import ImageInfo, ImageProcessing
 from trioengine.core.messages import SAMPLING_FAILED
 from trioengine.core.power import ALL_TAGS, Tag
@@ -25,12 +26,16 @@ from trioengine.text.tokenizer import Tokenizer
 from trioengine.worker.scheduling.images import DecodedImage, ImageError, Tile, TileShape
 from trioengine.worker.scheduling.sequence import (
     BlockCopy,
+    Constraint,
     Limits,
     Sampled,
     ScheduledSequence,
     SchedulerOutput,
     Sequence,
 )
+
+if TYPE_CHECKING:
+    from trioengine.text.grammar import Compiler
 
 ToyImage: TypeAlias = tuple[Iterable[int], bytes]  # where its tiles begin in a prompt, and its bytes
 
@@ -201,6 +206,24 @@ def toy_answer(
     return answer
 
 
+def toy_compile(grammar: Grammar) -> Constraint:
+    """Compile a grammar for the toy model. Raises RequestRejected."""
+    return _compiler().compile(grammar)
+
+
+@cache
+def _compiler() -> Compiler:
+    from trioengine.text.grammar import Compiler  # not needed by most programs, and slow to import
+
+    return Compiler(Tokenizer.from_json(_tokenizer_json(None)), (IM_END, END_OF_TEXT))
+
+
+def toy_allowed(token_id: int, allowed: bytes) -> int:
+    """The token, or where it is not allowed the next one that is, by their numbers."""
+    numbers = ((token_id + offset) % VOCAB_SIZE for offset in range(VOCAB_SIZE))
+    return next(number for number in numbers if allowed[number // 8] >> number % 8 & 1)
+
+
 def toy_logprobs(token_id: int, top: int) -> dict[int, float]:
     """The reference: the chosen token is the best one, and those after it in the vocabulary follow."""
     return {(token_id + rank) % VOCAB_SIZE: -0.5 * (rank + 1) for rank in range(max(top, 1))}
@@ -295,6 +318,8 @@ class ToyRunner:
                 continue
             values = array("L", map(self._slots.__getitem__, slots))
             token_id, top = toy_next(values), sequence.params.logprobs
+            if sequence.constraint is not None:
+                token_id = toy_allowed(token_id, sequence.constraint.allowed())
             sampled.append(sequence.row(token_id, None if top is None else toy_logprobs(token_id, top)))
         self.num_steps += 1
         self.num_computed += output.num_tokens

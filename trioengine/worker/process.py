@@ -20,11 +20,15 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, TypeAlias
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError, RemoteProtocolError
+from trioengine.core.grammar import Grammar
 from trioengine.core.messages import (
     WIRE_NAMES,
     Activity,
@@ -39,10 +43,14 @@ from trioengine.core.messages import (
     Wake,
 )
 from trioengine.worker.scheduling.engine_core import EngineCore, Event
+from trioengine.worker.scheduling.grammars import GrammarCompiled, compile_for
 from trioengine.worker.scheduling.image_queue import PictureDecoded, decode_picture
 from trioengine.worker.scheduling.images import Decode, Picture
-from trioengine.worker.scheduling.sequence import Limits, ModelInfo, ModelRunner, OnProgress
+from trioengine.worker.scheduling.sequence import Constraint, Limits, ModelInfo, ModelRunner, OnProgress, Sequence
 from trioengine.worker.transport import Progress, Transport, start_receiving
+
+if TYPE_CHECKING:
+    from trioengine.text.grammar import Compiler
 
 CPU_PREFILL_SIZE = 512  # tokens, some 0.3 s on two cores
 CPU_TILES, CUDA_TILES = 1, 16  # encoded in one step
@@ -52,7 +60,7 @@ _NICE = 10  # so that a step that runs meanwhile keeps its cores
 Load: TypeAlias = Callable[[WorkerConfig, OnProgress], tuple[ModelInfo, ModelRunner]]
 
 
-def run(arguments: Sequence[str], load: Load) -> int:
+def run(arguments: Items[str], load: Load) -> int:
     """Serve the parent over the descriptors that it names; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m trioengine.worker")
     parser.add_argument("--in", dest="fd_in", type=int, required=True, metavar="FD")
@@ -164,7 +172,8 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
         encoder_cache_memory=config.encoder_cache_memory,
     )
     decoder = None if info.vision is None else DecoderThread(info.vision.decode, transport.report)
-    core = EngineCore(runner, limits, clock, frozenset(config.asleep), decoder)
+    compiler = CompilerThread(config.model_path, transport.report)
+    core = EngineCore(runner, limits, clock, frozenset(config.asleep), decoder, compiler)
     _freeze_gc()
     transport.send(
         Ready(
@@ -270,3 +279,31 @@ class DecoderThread:
             except IndexError:  # it was cancelled
                 continue
             self._report(decode_picture(picture, self._decode))
+
+
+class CompilerThread:
+    """A Compiler in a thread of low priority, which reads the model's tokenizer when the first grammar comes."""
+
+    def __init__(self, model_path: str, report: Callable[[GrammarCompiled], None]) -> None:
+        self._model_path = model_path
+        self._report = report
+        self._sequences: SimpleQueue[Sequence] = SimpleQueue()
+        self._compiler: Compiler | None = None
+        threading.Thread(target=self._run, name="compiler", daemon=True).start()
+
+    def submit(self, sequence: Sequence) -> None:
+        self._sequences.put(sequence)
+
+    def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while True:
+            self._report(compile_for(self._sequences.get(), self._compile))
+
+    def _compile(self, grammar: Grammar) -> Constraint:
+        if self._compiler is None:
+            from trioengine.hub.model_info import read_model
+            from trioengine.text.grammar import Compiler
+
+            model = read_model(Path(self._model_path))
+            self._compiler = Compiler(model.tokenizer, model.eos_token_ids)
+        return self._compiler.compile(grammar)

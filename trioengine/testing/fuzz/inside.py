@@ -287,7 +287,7 @@ def sequence_of(worker: SimulatedWorker, session: int) -> Sequence | None:
 def parked(worker: SimulatedWorker) -> list[Sequence]:
     """The worker's sequences that wait for their payloads."""
     waiters = worker.core._scheduler._waiters
-    return [each for each in waiters.sequences if each.status is SequenceStatus.WAITING_FOR_PAYLOAD]
+    return [each for each in waiters.sequences if each.status is SequenceStatus.PARKED]
 
 
 def known_pictures(worker: SimulatedWorker, message: AddMessage) -> list[Picture]:

@@ -288,7 +288,7 @@ def _current_task() -> trio.lowlevel.Task | None:
     return trio.lowlevel.current_task() if trio.lowlevel.in_trio_task() else None
 
 
-_WAITING = {SequenceStatus.WAITING_FOR_PAYLOAD: "a parked request", SequenceStatus.DECODING: "a request being decoded"}
+_WAITING = {SequenceStatus.PARKED: "a parked request", SequenceStatus.DECODING: "a request being decoded"}
 
 
 class ImageStates(Observer, WorkerObserver):

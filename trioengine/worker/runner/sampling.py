@@ -27,6 +27,7 @@ NOT_FINITE = "logits are not finite"
 NOTHING_LEFT = "the parameters leave no token to choose"
 
 _BUCKET = 256  # tokens
+_BITS = torch.arange(8, dtype=torch.uint8)
 _CANDIDATES = 256  # the nucleus is looked for among that many first; all are sorted only where it is larger
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -157,7 +158,8 @@ def _logprobs(raw: Tensor, ids: Tensor, sequences: list[Sequence]) -> list[Logpr
 def changes_logits(sequence: Sequence) -> bool:
     """Whether `process_row` would do anything."""
     params = sequence.params
-    return bool(params.logit_bias) or _bans_stops(sequence) or _has_penalties(params)
+    has_grammar = sequence.constraint is not None
+    return bool(params.logit_bias) or _bans_stops(sequence) or _has_penalties(params) or has_grammar
 
 
 def process_row(logits: Tensor, sequence: Sequence) -> None:
@@ -172,6 +174,17 @@ def process_row(logits: Tensor, sequence: Sequence) -> None:
         logits[[token_id for token_id in banned if token_id < vocab_size]] = float("-inf")
     if _has_penalties(params):
         _penalize(logits, sequence)
+    if sequence.constraint is not None:
+        _allow(logits, sequence.constraint.allowed())
+
+
+def _allow(logits: Tensor, tokens: bytes) -> None:
+    """Forbid all tokens of a row but these: a bit for each, the first token's lowest; those beyond are forbidden."""
+    bits = torch.frombuffer(bytearray(tokens), dtype=torch.uint8)
+    allowed = (bits[:, None] >> _BITS) & 1  # [num_bytes, 8]
+    allowed = allowed.flatten()[: len(logits)].bool().to(logits.device)
+    logits[: len(allowed)].masked_fill_(~allowed, float("-inf"))
+    logits[len(allowed) :] = float("-inf")
 
 
 def _bans_stops(sequence: Sequence) -> bool:

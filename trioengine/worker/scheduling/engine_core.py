@@ -42,12 +42,14 @@ from trioengine.core.messages import (
 )
 from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.core.types import FinishReason, TokenIds, token_ids
+from trioengine.worker.scheduling.grammars import Compiler, GrammarCompiled, NoCompiler
 from trioengine.worker.scheduling.image_queue import Decoder, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, place_images
 from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import Limits, ModelRunner, Sequence, SequenceStatus
 
-Event: TypeAlias = ToWorker | PayloadArrived | PictureDecoded
+Event: TypeAlias = ToWorker | PayloadArrived | PictureDecoded | GrammarCompiled
+INVALID_GRAMMAR = "invalid_grammar"  # the code of a request whose grammar cannot be compiled
 INVALID_IMAGE = "invalid_image"  # the code of a request with an image that cannot be decoded
 
 
@@ -63,7 +65,7 @@ class EngineCore:
     """Sessions and their requests over one scheduler and one runner.
 
     `clock` gives seconds from any origin, for the times in Usage only. `asleep` are the parts that the runner has not
-    loaded. `decoder` reports to `handle`.
+    loaded. `decoder` and `compiler` report to `handle`.
     """
 
     def __init__(
@@ -73,11 +75,13 @@ class EngineCore:
         clock: Callable[[], float],
         asleep: frozenset[Tag] = frozenset(),
         decoder: Decoder | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         self.limits = limits
         self._runner = runner
         self._clock = clock
         self._scheduler = Scheduler(limits, decoder)
+        self._compiler = NoCompiler() if compiler is None else compiler
         self._sessions: dict[int, _Session] = {}
         self._asleep = asleep
 
@@ -140,6 +144,8 @@ class EngineCore:
                 self._scheduler.take_payload(event)
             case PictureDecoded():
                 replies += self._take_decoded(event)
+            case GrammarCompiled():
+                replies += self._take_compiled(event)
             case _:
                 raise RemoteProtocolError(f"{WIRE_NAMES[type(event)]} is about neither sessions nor memory")
         if self._scheduler.payloads.consumed:
@@ -229,6 +235,8 @@ class EngineCore:
                 self._scheduler.announce(message.images)
         session.sequence = sequence
         session.held = token_ids()
+        if sequence.is_compiling:
+            self._compiler.submit(sequence)
         return []
 
     def _stop_session(self, message: StopSession) -> list[FromWorker]:
@@ -266,6 +274,20 @@ class EngineCore:
             kv_blocks_held=blocks.num_held,
             payloads=self._scheduler.payloads.outstanding,
         )
+
+    # ---- grammars ---------------------------------------------------------------------------------------------------
+
+    def _take_compiled(self, compiled: GrammarCompiled) -> list[FromWorker]:
+        sequence, constraint = compiled.sequence, compiled.constraint
+        if sequence.status is SequenceStatus.FINISHED:
+            return []
+        if constraint is None:
+            self._scheduler.abort(sequence.request)
+            self._take_back(sequence)
+            return [sequence.failure(INVALID_GRAMMAR, compiled.error)]
+        constraint.advance(sequence.output)  # of a request that goes on after the loss of another worker
+        self._scheduler.take_compiled(sequence, constraint)
+        return []
 
     # ---- images -----------------------------------------------------------------------------------------------------
 

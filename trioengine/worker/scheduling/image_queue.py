@@ -1,4 +1,4 @@
-"""Sequences that are out of the line for their images: until their payloads have come, or until they are decoded.
+"""Sequences out of the line: until payloads and grammar have come (parked), or until their images are decoded.
 
 Sequences are decoded for one after the other, so that decoded tiles take little memory.
 
@@ -150,13 +150,13 @@ class DecodeQueue:
         return True
 
 
-class ImageWaiters:
+class Waiters:
     """Sequences out of the line, and all payloads and pictures. The sequences that a method returns join the line."""
 
     def __init__(self, limits: Limits, decoder: Decoder) -> None:
         self.payloads = Payloads()
         self.pictures = Pictures(self.payloads, limits.tile, limits.encoder_cache_memory)
-        self._parked: list[Sequence] = []  # for payloads
+        self._parked: list[Sequence] = []
         self._decodes = DecodeQueue(self.pictures, decoder)
 
     @property
@@ -168,8 +168,8 @@ class ImageWaiters:
         if sequence.images is not None:
             self.pictures.use(sequence.images.pictures)
         self._parked.append(sequence)
-        sequence.status = SequenceStatus.WAITING_FOR_PAYLOAD
-        return self._unpark()
+        sequence.status = SequenceStatus.PARKED
+        return self.unpark()
 
     def announce(self, images: tuple[ImageInput, ...]) -> list[Sequence]:
         """The payloads of these are on their way, or here already."""
@@ -177,7 +177,7 @@ class ImageWaiters:
             payload = self.payloads.announce(image)
             if payload is not None:
                 self.pictures.give(image.digest, payload)
-        return self._unpark()
+        return self.unpark()
 
     def take_payload(self, arrived: PayloadArrived) -> list[Sequence]:
         known = self.payloads.arrive(arrived.payload, arrived.source)
@@ -185,7 +185,7 @@ class ImageWaiters:
             return []
         image, payload = known
         self.pictures.give(image.digest, payload)
-        return self._unpark()
+        return self.unpark()
 
     def take_decoded(self, decoded: PictureDecoded) -> Sequence | None:
         """The sequence that cannot go on, still here: see `DecodeQueue.take_in`. Others may, by `advance`."""
@@ -210,13 +210,14 @@ class ImageWaiters:
     def check_integrity(self, sequences: list[Sequence]) -> None:
         """Raise InvariantError unless the books agree with `sequences`: all there are, in the line and out of it."""
         for sequence in sequences:
-            is_parked = sequence.status is SequenceStatus.WAITING_FOR_PAYLOAD
+            is_parked = sequence.status is SequenceStatus.PARKED
             if is_parked is not _is_expecting(sequence):
                 raise InvariantError(f"request {sequence.request} is {sequence.status.value}: {sequence.images}")
         self._decodes.check_integrity()
         self.pictures.check_integrity(sequences)
 
-    def _unpark(self) -> list[Sequence]:
+    def unpark(self) -> list[Sequence]:
+        """The sequences that need not wait any more."""
         ready = [sequence for sequence in self._parked if not _is_expecting(sequence)]
         for sequence in ready:
             self._parked.remove(sequence)
@@ -225,7 +226,8 @@ class ImageWaiters:
 
 
 def _is_expecting(sequence: Sequence) -> bool:
-    """Whether there are neither bytes nor features of one of its images."""
-    return sequence.images is not None and any(
-        picture.status is PictureStatus.EXPECTED for picture in sequence.images.pictures
+    """Whether its grammar is not there, or of one of its images neither bytes nor features."""
+    return sequence.is_compiling or (
+        sequence.images is not None
+        and any(picture.status is PictureStatus.EXPECTED for picture in sequence.images.pictures)
     )

@@ -38,9 +38,10 @@ from operator import attrgetter
 from trioengine.core.errors import InvariantError
 from trioengine.core.messages import ImageInput, RequestFailed, TokensRow, WorkerStatistics
 from trioengine.worker.scheduling.block_manager import BlockManager
-from trioengine.worker.scheduling.image_queue import Decoder, ImageWaiters, NoDecoder, PictureDecoded
+from trioengine.worker.scheduling.image_queue import Decoder, NoDecoder, PictureDecoded, Waiters
 from trioengine.worker.scheduling.images import PayloadArrived, PictureStatus
 from trioengine.worker.scheduling.sequence import (
+    Constraint,
     Limits,
     Sampled,
     ScheduledSequence,
@@ -52,7 +53,7 @@ from trioengine.worker.scheduling.sequence import (
 
 MAX_SKIPS = 3  # steps in a row without decodes
 _IN_LINE = frozenset({SequenceStatus.WAITING, SequenceStatus.PREEMPTED})
-_OUT_OF_LINE = frozenset({SequenceStatus.WAITING_FOR_PAYLOAD, SequenceStatus.DECODING})
+_OUT_OF_LINE = frozenset({SequenceStatus.PARKED, SequenceStatus.DECODING})
 
 
 class Scheduler:
@@ -60,7 +61,7 @@ class Scheduler:
 
     def __init__(self, limits: Limits, decoder: Decoder | None = None) -> None:
         self.limits = limits
-        self._waiters = ImageWaiters(limits, NoDecoder() if decoder is None else decoder)
+        self._waiters = Waiters(limits, NoDecoder() if decoder is None else decoder)
         self.pictures = self._waiters.pictures
         self.payloads = self._waiters.payloads
         self.blocks = BlockManager(
@@ -102,7 +103,7 @@ class Scheduler:
         self._sequences[sequence.request] = sequence
         self._last_place += 1
         sequence.place = self._last_place
-        if sequence.images is None:
+        if sequence.images is None and not sequence.is_compiling:
             self._waiting.append(sequence)
         else:
             self._join(self._waiters.add(sequence))
@@ -122,6 +123,11 @@ class Scheduler:
             self._drop(failed)
         self._join(self._waiters.advance())
         return failed
+
+    def take_compiled(self, sequence: Sequence, constraint: Constraint) -> None:
+        """The grammar of a sequence in flight is there."""
+        sequence.constraint = constraint
+        self._join(self._waiters.unpark())
 
     def abort(self, request: int) -> Sequence | None:
         """Drop a sequence, its blocks and images; None when it is not in flight. Not between schedule and update."""
@@ -352,7 +358,7 @@ class Scheduler:
         match sequence.status:
             case SequenceStatus.RUNNING:
                 self._running.remove(sequence)
-            case SequenceStatus.WAITING_FOR_PAYLOAD | SequenceStatus.DECODING:
+            case SequenceStatus.PARKED | SequenceStatus.DECODING:
                 self._waiters.remove(sequence)
             case _:
                 self._waiting.remove(sequence)

@@ -23,10 +23,27 @@ OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of
 DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
 
 
+class Constraint(Protocol):
+    """How far an answer has followed its grammar."""
+
+    def advance(self, output: Items[int]) -> None:
+        """Take in the tokens of the answer beyond those that it has taken in already."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no token can follow but an end token."""
+        ...
+
+    def allowed(self) -> bytes:
+        """The tokens that may come next: a bit for each, the first token's lowest. Raises GrammarError."""
+        ...
+
+
 class SequenceStatus(enum.Enum):
     """Where a sequence stands with the scheduler."""
 
-    WAITING_FOR_PAYLOAD = "waiting for payload"  # of an image; not in the line
+    PARKED = "parked"  # until the payloads of its images and its grammar are there; not in the line
     WAITING = "waiting"
     DECODING = "decoding"  # waits for its images to be decoded; not in the line
     RUNNING = "running"
@@ -55,6 +72,17 @@ class Sequence:
     images: PromptImages | None = None
     reading: tuple[Picture, ...] = ()  # whose decoded tiles are kept for it
     place: int = 0  # in the order of arrival
+    constraint: Constraint | None = None  # once its grammar is compiled
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether its grammar has yet to be compiled."""
+        return self.params.grammar is not None and self.constraint is None
+
+    @property
+    def output(self) -> list[int]:
+        """The token ids of the answer so far."""
+        return self.token_ids[self.num_prompt_tokens :]
 
     def content(self, start: int, end: int) -> list[int]:
         """The token ids that the prefix cache compares: for images, ids that stand for their content."""
@@ -83,6 +111,10 @@ class Sequence:
             token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos)
         ):
             return FinishReason.STOP
+        if self.constraint is not None:
+            self.constraint.advance(self.output)
+            if self.constraint.is_complete:
+                return FinishReason.STOP
         if params.max_tokens is not None and self.num_output_tokens >= params.max_tokens:
             return FinishReason.LENGTH
         return FinishReason.LENGTH if self.num_tokens >= max_sequence_len else None

@@ -1,0 +1,97 @@
+"""Grammars that answers have to follow: JSON of a schema, a regular expression, a choice, or a context-free grammar.
+
+The library llguidance compiles them; a grammar is made here in its form, and is not checked yet.
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trioengine.core.errors import RequestRejected
+from trioengine.core.wording import brief
+
+MAX_GRAMMAR_SIZE = 1 << 18  # characters
+MAX_DEPTH = 64  # of a schema; the compiler refuses deeper ones only when it has parsed them
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar; make one by a class method. Each raises RequestRejected(code="invalid_grammar")."""
+
+    source: str = field(repr=False)  # llguidance's JSON
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any]) -> Grammar:
+        """JSON that is valid by the schema, without unlisted properties unless the schema allows them."""
+        if not isinstance(schema, Mapping):
+            raise _invalid(f"a schema must be an object, got {brief(schema)}")
+        _check_depth(schema)
+        return cls._of({"json_schema": {"x-guidance": _GUIDANCE, **schema}})
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """A text that the regular expression matches as a whole, in the syntax of Rust's regex."""
+        if not isinstance(pattern, str):
+            raise _invalid(f"a regular expression must be a string, got {brief(pattern)}")
+        escaped = _PIECE.sub(lambda piece: _ESCAPED.get(piece[0], piece[0]), pattern)
+        return cls._of({"lark_grammar": f"start: /{escaped}/"})
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Grammar:
+        """One of these texts."""
+        if isinstance(choices, str) or not isinstance(choices, Sequence) or not choices or "" in choices:
+            raise _invalid(f"choices must be a list of at least one text, and none empty, got {brief(choices)}")
+        if not all(isinstance(choice, str) for choice in choices):
+            raise _invalid(f"choices must be strings, got {brief(choices)}")
+        return cls._of({"lark_grammar": "start: " + " | ".join(map(json.dumps, choices))})
+
+    @classmethod
+    def lark(cls, grammar: str) -> Grammar:
+        """A text by a grammar in llguidance's variant of Lark's syntax, whose first rule is `start`."""
+        if not isinstance(grammar, str) or not grammar.strip():
+            raise _invalid(f"a grammar must be a text, got {brief(grammar)}")
+        return cls._of({"lark_grammar": grammar})
+
+    @classmethod
+    def _of(cls, grammar: Mapping[str, Any]) -> Grammar:
+        try:
+            source = json.dumps({"grammars": [grammar]})
+        except (TypeError, ValueError) as exc:
+            raise _invalid(f"the grammar is not JSON: {exc}") from None
+        if len(source) > MAX_GRAMMAR_SIZE:
+            raise _invalid(f"the grammar has {len(source)} characters; at most {MAX_GRAMMAR_SIZE} are accepted")
+        return cls(source)
+
+
+_PIECE = re.compile(r"\\.|/|\n", re.DOTALL)
+_ESCAPED = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}  # slashes enclose a regular expression, which is on one line
+# Whitespace as json.dumps writes it: a model that may write any amount of it sometimes writes nothing else.
+_GUIDANCE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+
+
+def _check_depth(schema: Any) -> None:
+    """Raise RequestRejected for deeper nesting. Iterative, because recursion is the danger to guard against."""
+    level = [schema]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, Mapping) else parent)
+            if isinstance(child, Mapping | list | tuple)
+        ]
+    if level:
+        raise _invalid(f"the schema is nested deeper than {MAX_DEPTH} levels")
+
+
+def _invalid(message: str) -> RequestRejected:
+    return RequestRejected("invalid_grammar", message, param="grammar")
