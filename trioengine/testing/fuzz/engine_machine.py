@@ -284,6 +284,15 @@ class EngineMachine(SessionsMachine):
         if self.worker is not None:
             self.worker.begin_decoding()
 
+    @precondition(lambda self: len(self.running_calls) <= 2)
+    @recorded(callers=st.integers(2, 6), passes=st.integers(1, 12), keep_waiting=st.booleans())
+    def abort_crowd(self, callers: int, passes: int, keep_waiting: bool) -> None:
+        """One-shots, maybe more than there are slots, are all aborted after some passes: many are on their way in."""
+        for _ in range(callers):
+            self._ask(True, None)
+        self.loop.tick(passes)
+        self._abort_all(keep_waiting=keep_waiting)
+
     def _stop_or_end(self, reader: Reader, what: str) -> None:
         if what == "end":
             self._note_moment(reader, what)

@@ -95,15 +95,6 @@ class CallsMachine(PicturesEnvironment):
         for number in range(first, first + callers):
             self._ask((True, None, False)[number % 3], None, max_tokens)
 
-    @precondition(lambda self: len(self.running_calls) <= 2)
-    @recorded(callers=st.integers(2, 6), passes=st.integers(1, 12), keep_waiting=st.booleans())
-    def abort_crowd(self, callers: int, passes: int, keep_waiting: bool) -> None:
-        """One-shots, maybe more than there are slots, are all aborted after some passes: many are on their way in."""
-        for _ in range(callers):
-            self._ask(True, None)
-        self.loop.tick(passes)
-        self._abort_all(keep_waiting=keep_waiting)
-
     @recorded(what=st.sampled_from(("ask", "audit", "ready", "cancel")), wait=WAIT, which=WHICH)
     def call(self, what: str, wait: bool | None, which: int) -> None:
         """`engine.generate` with a session of its own, `check_invariants`, `ready`; or one of these is cancelled."""
