@@ -211,10 +211,10 @@ class RealtimeClient(SimulatedClient):
             assert waits < most, f"a client has answered no ping for {waits:g} s, and is connected"
 
     def check_bytes(self, counted: int) -> None:
-        """At rest, and between responses: the server counts its conversation and instructions, and no more."""
+        """At rest, between responses, the server counts its conversation with the instructions, and no more."""
         is_quiet = self.peer_state is PeerState.WELL and self.can_send and not self._owed and not self.responses
         due = self._size() + len(self.instructions)
-        assert not is_quiet or counted == due, f"{counted} bytes are counted for a conversation of {due}"
+        assert not is_quiet or counted == due, f"{counted} bytes are counted, and {due} are in its conversation"
 
     def check_closed(self) -> None:
         """At rest, and the server is closed: its responses are over, and it has sent a close frame."""

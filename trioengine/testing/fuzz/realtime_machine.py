@@ -26,7 +26,7 @@ TOKENS = st.sampled_from((1, 3, 20))
 SENDS = (
     *("cancel", "cancel", "respond", "say", "delete", "instruct", "odd", "ping"),
     *("cancel by id", "truncate", "cancel beside", "cancel beside", "say first", "retrieve", "truncate more"),
-    *("truncate to nothing", "say between", "say twice", "refer", "forget"),
+    *("truncate to nothing", "truncate to nothing", "say between", "say twice", "refer", "forget"),
 )
 LONG = 10_500  # bytes of a message that is dropped where there are items
 
