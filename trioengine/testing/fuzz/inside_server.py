@@ -73,8 +73,8 @@ def has_gone(connection: RealtimeConnection) -> bool:
 
 
 def num_held_bytes(connection: RealtimeConnection) -> int:
-    """Bytes that the server keeps for the client of a connection."""
-    return connection._held.num_bytes
+    """Bytes that the server keeps for the client of a connection, beside unsent events."""
+    return connection._held.num_bytes - connection._outbox._size
 
 
 def outlines(connection: RealtimeConnection) -> list[tuple[str, str, int]]:

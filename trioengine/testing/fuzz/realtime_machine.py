@@ -211,10 +211,6 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
 
     def _check(self) -> None:
         super()._check()
-        counted = {each.id: inside_server.num_held_bytes(each) for each in self.watch.connections}
-        for client in self.clients:
-            if client.session_id in counted:
-                client.check_bytes(counted[client.session_id])
         if self.is_closing:
             for client in self.clients:
                 client.check_closed()
@@ -224,6 +220,10 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
             assert len(stuck) <= self._num_asleep, f"responses {stuck} never end"
             for client in self.clients:
                 self._check_state(client)
+        counted = {each.id: inside_server.num_held_bytes(each) for each in self.watch.connections}
+        for client in self.clients:
+            if client.session_id in counted:
+                client.check_bytes(counted[client.session_id])
 
     def _check_state(self, client: RealtimeClient) -> None:
         shown = SHOWN[self.engine.state]
