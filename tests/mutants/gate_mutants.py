@@ -53,6 +53,14 @@ def _abort_none(self: Sessions, cause: Cause) -> int:
     return 0
 
 
+def _abort_the_line_last(abort_all: Any) -> Any:
+    def mutant(self: Engine, cause: Cause = Cause.ABORT_ALL, *, keep_waiting: bool = False) -> int:
+        num_aborted: int = abort_all(self, cause, keep_waiting=True)  # their slots go to the first in line
+        return num_aborted if keep_waiting else num_aborted + self.runtime.sessions.abort_waiting(cause)
+
+    return mutant
+
+
 def _count_none(self: Ledger, cause: Cause) -> None:
     """The books know nothing of it."""
 
@@ -128,6 +136,12 @@ GATE_MUTANTS = (
         "an abort of all is lost in the line for a slot",
         replaced(Sessions, "abort_waiting", lambda _: _abort_none),
         shows=r"abort_all\(\) returned|wait in line",
+    ),
+    Mutant(
+        "F68",
+        "an abort of all spares a request that gets the slot of an aborted one",
+        replaced(Engine, "abort_all", _abort_the_line_last),
+        shows=r"abort_all\(\) returned|all were aborted, and it goes on",
     ),
     Mutant(
         "F28b",

@@ -19,9 +19,10 @@ from trioengine.core.messages import ImageInput, PayloadConsumed
 from trioengine.serve.realtime.items import Item
 from trioengine.serve.realtime.response import Response
 from trioengine.worker.scheduling.engine_core import EngineCore
+from trioengine.worker.scheduling.image_queue import DecodeQueue, PictureDecoded
 from trioengine.worker.scheduling.images import Payload, PromptImages
 from trioengine.worker.scheduling.pictures import Pictures
-from trioengine.worker.scheduling.sequence import SequenceStatus
+from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
 
 
 def _keep_the_pin(on_consumed: Any) -> Any:
@@ -145,6 +146,14 @@ def _keep_nothing(begin: Any) -> Any:
     return mutant
 
 
+def _blame_the_first(take_in: Any) -> Any:
+    def mutant(self: DecodeQueue, decoded: PictureDecoded) -> Sequence | None:
+        blamed: Sequence | None = take_in(self, decoded)
+        return blamed if decoded.error is None or not self.sequences else self.sequences[0]
+
+    return mutant
+
+
 def _overtake(reserve_now: Any) -> Any:
     return lambda self, num_bytes, count: self.reserve(num_bytes, count)
 
@@ -225,6 +234,12 @@ IMAGE_MUTANTS = (
         replaced(SessionActor, "resume", _without_images),
         shows="the model's|of none of the weights|an image cannot be read",
         machine="PowerMachine",
+    ),
+    Mutant(
+        "F69",
+        "the error of a picture whose request was stopped fails the next one in the line for the decoder",
+        replaced(DecodeQueue, "take_in", _blame_the_first),
+        shows="KeyError: <picture|nothing was wrong|is refused: RequestRejected",
     ),
     Mutant(
         "F35b",

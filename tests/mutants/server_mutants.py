@@ -15,6 +15,7 @@ from trioengine.serve.body import Body
 from trioengine.serve.connection import ConnectionHandler
 from trioengine.serve.http_connection import HttpConnection
 from trioengine.serve.limits import ByteBudget, Held
+from trioengine.serve.realtime.items import Item, Items
 from trioengine.serve.realtime.outbox import Outbox
 from trioengine.serve.websocket import AcceptedWebSocket
 
@@ -85,6 +86,17 @@ def _give_back_after_success(holding: Any) -> Any:
     return mutant
 
 
+def _count_first_cuts(truncate: Any) -> Any:
+    def mutant(self: Items, id: object, *place: object) -> Item:
+        size, status = self._size, self.get(id, "item_id").status
+        item: Item = truncate(self, id, *place)
+        if item.status is status:
+            self._count(size - self._size)
+        return item
+
+    return mutant
+
+
 SERVER_MUTANTS = (
     Mutant(
         "F24",
@@ -119,6 +131,13 @@ SERVER_MUTANTS = (
         "an abrupt close of a WebSocket crashes the server",
         replaced(ConnectionHandler, "_handle", _let_closes_out),
         shows="ConnectionClosed|BrokenResourceError",
+        machine="RealtimeMachine",
+    ),
+    Mutant(
+        "F70",
+        "the text that an incomplete answer loses is counted on",
+        replaced(Items, "truncate", _count_first_cuts),
+        shows="bytes are counted",
         machine="RealtimeMachine",
     ),
 )

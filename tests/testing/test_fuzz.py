@@ -73,6 +73,8 @@ REACHED = {
         "an image could not be sealed",
         "a worker dies with bytes on their way to it",
         "a worker's last frame is torn",
+        "all are aborted, some in preparation and some in line",
+        "an image failed after its request was stopped",
         "an image failed its request",
         "images are larger than the whole budget",
         "messages and token ids are mixed",

@@ -95,6 +95,24 @@ async def test_an_image_is_seen_and_its_payload_closed() -> None:
     assert not any(payload.is_open for payload in sealed.passed)
 
 
+async def test_a_decoding_that_has_begun_goes_on_when_its_request_ends() -> None:
+    bench = await configured()
+    sealed = SimulatedMemfd([b"cat"])
+    bench.send(AddSession(1), add_message())
+    await bench.worker.send_payload(1, sealed)
+    bench.worker.receive_payloads()
+    while not bench.worker.only_decodes:
+        bench.worker.turn()
+    bench.worker.begin_decoding()
+    bench.send(EndSession(1))
+    while not bench.worker.only_decodes:
+        bench.worker.turn()
+    assert sealed.passed[0].is_open
+    settle(bench.worker)
+    assert not sealed.passed[0].is_open
+    assert PayloadConsumed(1) in await bench.receive()
+
+
 async def test_in_time_images_are_decoded_beside_the_steps(autojump_clock: trio.testing.MockClock) -> None:
     bench = Bench(by_hand=False)
     async with trio.open_nursery() as nursery:

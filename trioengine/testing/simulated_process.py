@@ -202,9 +202,10 @@ class SimulatedDecoder:
         self._decode = decode
         self._report = report
         self._pictures: deque[Picture] = deque()
+        self._begun: list[Picture] = []  # at most one
 
     def __len__(self) -> int:
-        return len(self._pictures)
+        return len(self._begun) + len(self._pictures)
 
     def submit(self, picture: Picture) -> None:
         self._pictures.append(picture)
@@ -215,9 +216,15 @@ class SimulatedDecoder:
         self._pictures.remove(picture)
         return True
 
+    def begin(self) -> None:
+        """Begin the next picture, unless one is begun: it can no longer be cancelled, and `decode` reports it."""
+        if self._pictures and not self._begun:
+            self._begun.append(self._pictures.popleft())
+
     def decode(self) -> None:
-        """The next picture."""
-        picture = self._pictures.popleft()
+        """Decode the picture that is begun, or else the next one."""
+        self.begin()
+        picture = self._begun.pop()
         source = picture.payload.source if picture.payload is not None else None
         assert isinstance(source, SimulatedPayload) and source.is_open, "a picture is decoded whose payload is closed"
         self._report(decode_picture(picture, self._decode))

@@ -150,6 +150,16 @@ class SimulatedWorker(SimulatedProcess):
         """Whether `receive_payloads` or `decode` would do anything."""
         return self.reads and len(self.payloads) + len(self.decoder) > 0
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether `turn` would decode an image, as there is nothing else to do."""
+        return self.has_work and not self._queue and not self.core.has_work
+
+    def begin_decoding(self) -> None:
+        """Begin to decode the next image, if there is one; `decode` ends that."""
+        if self.reads:
+            self.decoder.begin()
+
     def decode(self) -> None:
         """Decode the next image, if there is one: beside a step, even one that takes long."""
         if self.reads and self.decoder:

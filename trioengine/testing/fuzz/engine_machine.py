@@ -16,6 +16,7 @@ from trioengine.testing.fuzz.conversations import (
     LONG,
     MEDIA,
     RAW,
+    UNREADABLE,
     Turn,
     content_of,
     is_mixed,
@@ -30,8 +31,11 @@ from trioengine.testing.fuzz.sessions_machine import TURN_LENGTHS, WAIT, WHICH, 
 from trioengine.testing.fuzz.world import CONFIG
 
 TURNS_TO_PARK = 3  # of the worker, in which it takes a session and its request
+TURNS_TO_DECODE = 16  # of the worker, in which it takes two requests, if others do not take long
 ROUNDS_TO_FINISH = 12  # of a request for one token, if nothing is in its way
 PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "", UNPREPARED)
+DECODED = ("one", UNREADABLE, f"{UNREADABLE} dot")  # pictures of a request that is stopped, and of one behind it
+DECODED_NEXT = ("dot", "two", "wide", UNREADABLE)
 CROWD = ("two one", "one one", "dot")
 DOT: tuple[Turn, ...] = (("user", content_of("dot", "a")),)
 HISTORIES: tuple[tuple[Turn, ...], ...] = (
@@ -248,6 +252,47 @@ class EngineMachine(SessionsMachine):
                 self.worker.turn()
         self._stop_or_end(reader, what)
 
+    @precondition(lambda self: self.shows and self.worker is not None and self.idle_holders)
+    @recorded(
+        which=st.integers(0, 2),
+        media=st.sampled_from(DECODED),
+        other=st.sampled_from(DECODED_NEXT),
+        what=st.sampled_from(("abort", "cancel", "end")),
+    )
+    def stop_decoding(self, which: int, media: str, other: str, what: str) -> None:
+        """At rest a request with pictures comes, and another one; it is stopped while the first picture is decoded."""
+        self._settle()
+        if not self.idle_holders:  # the engine may give up meanwhile
+            return
+        reader = self._read(which, Style.ALL, SamplingParams(max_tokens=10), prompt="a", media=media)
+        self.loop.settle()
+        self._call("show", lambda: self._show_once(content_of(other, "hi"), None, None), (EngineError,))
+        self._flow_to_the_decoder()
+        self._stop_or_end(reader, what)
+        self._flow_to_the_decoder()
+
+    def _flow_to_the_decoder(self) -> None:
+        """The worker does all that it can without decoded pictures; one is begun."""
+        for _ in range(TURNS_TO_DECODE):
+            self.loop.settle()
+            if self.worker is not None:
+                self.worker.deliver()
+                self.worker.receive()
+                self.worker.receive_payloads()
+                if not self.worker.only_decodes:
+                    self.worker.turn()
+        if self.worker is not None:
+            self.worker.begin_decoding()
+
+    @precondition(lambda self: len(self.running_calls) <= 2)
+    @recorded(callers=st.integers(2, 6), passes=st.integers(1, 12), keep_waiting=st.booleans())
+    def abort_crowd(self, callers: int, passes: int, keep_waiting: bool) -> None:
+        """One-shots, maybe more than there are slots, are all aborted after some passes: many are on their way in."""
+        for _ in range(callers):
+            self._ask(True, None)
+        self.loop.tick(passes)
+        self._abort_all(keep_waiting=keep_waiting)
+
     def _stop_or_end(self, reader: Reader, what: str) -> None:
         if what == "end":
             self._note_moment(reader, what)
@@ -259,7 +304,7 @@ class EngineMachine(SessionsMachine):
     @recorded(which=WHICH, is_new=st.booleans(), wait=WAIT, timeout=st.sampled_from((None, None, 0.5)))
     def open_with(self, which: int, is_new: bool, wait: bool | None, timeout: float | None) -> None:
         """A session that begins with a picture; or with the history of another session, and so with its payloads."""
-        idle = [holder for holder in self.open_holders if not holder.is_busy]
+        idle = self.idle_holders
         if is_new or not idle:
             self._open(wait, timeout, HISTORIES[-1], messages_of(HISTORIES[-1]))
             return
@@ -287,7 +332,7 @@ class EngineMachine(SessionsMachine):
             self.loop.tick(passes)
             self.holders[1 - sessions].scope.cancel()
 
-    @precondition(lambda self: self.worker is not None and any(not holder.is_busy for holder in self.open_holders))
+    @precondition(lambda self: self.worker is not None and self.idle_holders)
     @recorded(which=st.integers(0, 2), what=st.sampled_from(("abort", "cancel", "end")))
     def cross(self, which: int, what: str) -> None:
         """A short request is stopped when the worker has finished it, and the engine does not know yet.

@@ -335,12 +335,14 @@ class PicturesEnvironment(Environment):
         """Raise bounds that pictures would exceed, other than the payload budget."""
 
     @precondition(lambda self: self.worker is not None and self.worker.has_images)
-    @recorded(what=st.sampled_from(("receive", "decode")))
+    @recorded(what=st.sampled_from(("receive", "decode", "begin")))
     def move_payload(self, what: str) -> None:
-        """One payload arrives at the worker; or one image is decoded, beside a step."""
+        """One payload arrives at the worker; or one image is decoded, beside a step, or its decoding begins."""
         worker = self._worker()
         if what == "receive" or not worker.decoder:
             worker.receive_payloads(1)
+        elif what == "begin":
+            worker.begin_decoding()
         else:
             worker.decode()
 

@@ -73,6 +73,11 @@ def num_in_flight(engine: Engine) -> int:
     return engine.runtime.gate.ledger.in_flight
 
 
+def num_preparing(engine: Engine) -> int:
+    """Requests in preparation, by the ledger."""
+    return engine.runtime.gate.ledger.preparing
+
+
 def num_suspended(engine: Engine) -> int:
     """Suspended requests, by the ledger."""
     return engine.runtime.gate.ledger.suspended

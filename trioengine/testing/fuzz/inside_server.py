@@ -72,6 +72,11 @@ def has_gone(connection: RealtimeConnection) -> bool:
     return connection._is_gone
 
 
+def num_held_bytes(connection: RealtimeConnection) -> int:
+    """Bytes that the server keeps for the client of a connection, beside unsent events."""
+    return connection._held.num_bytes - connection._outbox._size
+
+
 def outlines(connection: RealtimeConnection) -> list[tuple[str, str, int]]:
     """The role, the text and the number of images of each item of a conversation."""
     items = (connection._items._items[id] for id in connection._items._order)

@@ -100,6 +100,13 @@ def check_stopped(engine: Engine, requests: AbstractSet[object]) -> None:
         assert not goes_on, f"all were aborted, and it goes on: {session}"
 
 
+def check_all_aborted(generations: Sequence[Generation]) -> None:
+    """Right after all were aborted: none of these, which had no outcome, goes on, unless its session has ended."""
+    for generation in generations:
+        is_over = inside.is_aborted(generation) or inside.session_of(generation).end_cause is not None
+        assert is_over, f"all were aborted, and it goes on: {generation} in {inside.session_of(generation)}"
+
+
 def check_line(engine: Engine) -> None:
     """Right after all in the lines were aborted: the lines are empty."""
     waiting = inside.num_waiting(engine)

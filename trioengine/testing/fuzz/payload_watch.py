@@ -18,6 +18,7 @@ from trioengine.testing.fuzz.inside_payloads import KeptImages, Link, Payload, R
 from trioengine.testing.simulated_process import SimulatedMemfd
 from trioengine.testing.simulated_worker import Handled, Health, SimulatedWorker, WorkerObserver
 from trioengine.testing.simulation import Simulation
+from trioengine.worker.scheduling.image_queue import PictureDecoded
 from trioengine.worker.scheduling.sequence import SequenceStatus
 
 SEALING = "while its images are sealed"
@@ -325,6 +326,8 @@ class ImageStates(Observer, WorkerObserver):
     def handled(self, worker: SimulatedWorker, event: Handled, replies: list[FromWorker]) -> None:
         if not isinstance(event, AddMessage) and any(isinstance(reply, RequestFailed) for reply in replies):
             self._saw("an image failed its request")
+        elif isinstance(event, PictureDecoded) and event.error is not None:
+            self._saw("an image failed after its request was stopped")
 
     def dying(self, worker: SimulatedWorker) -> None:
         if len(worker.payloads):

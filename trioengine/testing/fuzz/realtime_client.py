@@ -15,11 +15,10 @@ from trioengine.serve.realtime.response import MAX_OUT_OF_BAND
 from trioengine.testing.fuzz.conversations import Content, Turn, is_refused, pictures_of, text_of
 from trioengine.testing.fuzz.faults import InjectedFaults, Life
 from trioengine.testing.fuzz.realtime_response import Asked, FollowedResponse
-from trioengine.testing.fuzz.realtime_shapes import check_event, text_in, user_item
+from trioengine.testing.fuzz.realtime_shapes import check_event, size_of_item, text_in, user_item
 from trioengine.testing.simulated_peer import PeerState, SimulatedClient
 
 PATH = "/v1/realtime"
-ITEM_SIZE = 512  # bytes that an item counts, beside its texts; an image counts as many
 ALWAYS_REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {  # an event, and the code and the param of its error
     "odd": ("conversation.fly", {}, "unknown_event", "type"),
     "unknown field": ("session.update", {"session": {"voice": "x"}}, "unsupported_parameter", "session.voice"),
@@ -80,6 +79,7 @@ class RealtimeClient(SimulatedClient):
         self, config: ServeConfig, max_model_len: int, faults: InjectedFaults, clock: Callable[[], float]
     ) -> None:
         super().__init__(PATH, self._told)
+        self.session_id = ""  # until the server has sent it
         self.items: dict[str, Turn] = {}
         self.order: list[str] = []
         self.instructions = ""
@@ -105,10 +105,7 @@ class RealtimeClient(SimulatedClient):
     @property
     def response(self) -> str | None:
         """The active response of the conversation."""
-        for id, response in self.responses.items():
-            if not response.asked.is_beside:
-                return id
-        return None
+        return next((id for id, response in self.responses.items() if not response.asked.is_beside), None)
 
     # ---- events of the client ---------------------------------------------------------------------------------------
 
@@ -213,6 +210,12 @@ class RealtimeClient(SimulatedClient):
             waits = now - self._deaf_since
             assert waits < most, f"a client has answered no ping for {waits:g} s, and is connected"
 
+    def check_bytes(self, counted: int) -> None:
+        """At rest, between responses, the server counts its conversation with the instructions, and no more."""
+        is_quiet = self.peer_state is PeerState.WELL and self.can_send and not self._owed and not self.responses
+        due = self._size() + len(self.instructions)
+        assert not is_quiet or counted == due, f"{counted} bytes are counted, and {due} are in its conversation"
+
     def check_closed(self) -> None:
         """At rest, and the server is closed: its responses are over, and it has sent a close frame."""
         is_served = self.peer_state is PeerState.WELL and self.accepted and self.can_send
@@ -237,6 +240,8 @@ class RealtimeClient(SimulatedClient):
         assert not self._is_dropped or event["type"] not in _ANSWERS, f"a message was dropped, and then {event}"
         self.num_events += 1
         match event["type"]:
+            case "session.created":
+                self.session_id = event["session"]["id"]
             case "session.updated":
                 self._update(self._answered("session.update"), event["session"])
             case "conversation.item.added":
@@ -329,7 +334,7 @@ class RealtimeClient(SimulatedClient):
             case "conversation.item.create", "duplicate_item":
                 return owed.fields["item"].get("id") in self.items
             case "conversation.item.create", "conversation_too_large":
-                return self._size() + _size_of(owed.content) > self._config.max_conversation_size
+                return self._size() + size_of_item(owed.content) > self._config.max_conversation_size
             case _, "item_not_found":
                 return item_id is not None and item_id not in self.items
             case _, "item_in_progress":
@@ -347,7 +352,7 @@ class RealtimeClient(SimulatedClient):
 
     def _size(self) -> int:
         """Bytes that the conversation counts, without an item in progress."""
-        return sum(_size_of(content) for id, (_, content) in self.items.items() if id not in self._in_progress)
+        return sum(size_of_item(content) for id, (_, content) in self.items.items() if id not in self._in_progress)
 
     def _add(self, event: dict[str, Any]) -> None:
         item, previous = event["item"], event["previous_item_id"]
@@ -357,7 +362,7 @@ class RealtimeClient(SimulatedClient):
             content, place = owed.content, owed.fields.get("previous_item_id", due)
             due = None if place == "root" else place
             assert item["id"] == owed.fields["item"].get("id", item["id"]), f"{owed.fields} is answered by {event}"
-            size = self._size() + _size_of(content)
+            size = self._size() + size_of_item(content)
             assert size <= self._config.max_conversation_size, f"an item is added to a conversation of {size} bytes"
         else:
             content = ""
@@ -439,7 +444,3 @@ class RealtimeClient(SimulatedClient):
     def _active(self, id: str) -> FollowedResponse:
         assert id in self.responses, f"{id} is not active"
         return self.responses[id]
-
-
-def _size_of(content: Content) -> int:
-    return ITEM_SIZE * (1 + len(pictures_of(content))) + len(text_of(content))

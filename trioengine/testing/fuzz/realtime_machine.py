@@ -26,7 +26,7 @@ TOKENS = st.sampled_from((1, 3, 20))
 SENDS = (
     *("cancel", "cancel", "respond", "say", "delete", "instruct", "odd", "ping"),
     *("cancel by id", "truncate", "cancel beside", "cancel beside", "say first", "retrieve", "truncate more"),
-    *("say between", "say twice", "refer", "forget"),
+    *("truncate to nothing", "truncate to nothing", "say between", "say twice", "refer", "forget"),
 )
 LONG = 10_500  # bytes of a message that is dropped where there are items
 
@@ -152,6 +152,8 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
             case "truncate":
                 if client.truncate(1):
                     self.coverage.saw("an answer is truncated")
+            case "truncate to nothing":
+                client.truncate(0)
             case "truncate more":
                 client.truncate(99)
             case "cancel beside":
@@ -218,6 +220,10 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
             assert len(stuck) <= self._num_asleep, f"responses {stuck} never end"
             for client in self.clients:
                 self._check_state(client)
+        counted = {each.id: inside_server.num_held_bytes(each) for each in self.watch.connections}
+        for client in self.clients:
+            if client.session_id in counted:
+                client.check_bytes(counted[client.session_id])
 
     def _check_state(self, client: RealtimeClient) -> None:
         shown = SHOWN[self.engine.state]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trioengine.testing.fuzz.conversations import Content, item_content
+from trioengine.testing.fuzz.conversations import Content, item_content, pictures_of, text_of
 from trioengine.testing.fuzz.shapes import RATE, SERVER, WAITS, has_fields
 
+_ITEM_SIZE = 512  # bytes that an item counts, beside its texts; an image counts as many
 _PLACE = ("response_id", "item_id", "output_index", "content_index")
 _ITEM = ("previous_item_id", "item")
 _FIELDS: Mapping[str, tuple[str, ...]] = {  # of each event, beside the fields that all have
@@ -188,3 +189,8 @@ def user_item(content: Content) -> dict[str, Any]:
 def text_in(item: dict[str, Any]) -> str:
     """The text of an item's parts."""
     return "".join(part.get("text", "") for part in item["content"])
+
+
+def size_of_item(content: Content) -> int:
+    """The bytes that an item with this content counts in its conversation."""
+    return _ITEM_SIZE * (1 + len(pictures_of(content))) + len(text_of(content))

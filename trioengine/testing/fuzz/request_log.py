@@ -80,7 +80,7 @@ class RequestLog(Observer):
         self._by_task: dict[trio.lowlevel.Task, Generation] = {}
         self._admitted = admitted
         self._num_entering = 0  # sessions, minus those that were opened
-        self._num_refused = 0  # requests without an outcome
+        self._refused: set[object] = set()  # requests without an outcome
         self._causes: dict[inside.Request, AbstractSet[Cause]] = {}  # of those that were aborted: the first ones
 
     def latest_of(self, task: trio.lowlevel.Task | None) -> Generation | None:
@@ -123,6 +123,12 @@ class RequestLog(Observer):
         return [generation.completion for generation in complete]
 
     @property
+    def undecided(self) -> list[Generation]:
+        """The requests without an outcome that were not refused, where each is entered in the step that makes it."""
+        without = (each for each in self.generations if each.outcome is None)
+        return [generation for generation in without if inside.record(generation) not in self._refused]
+
+    @property
     def num_begun(self) -> int:
         """Requests that got a token."""
         return sum(inside.num_tokens(generation) > 0 for generation in self.generations)
@@ -134,7 +140,8 @@ class RequestLog(Observer):
 
     def request_refused(self, request: object, error: Exception) -> None:
         assert isinstance(request, inside.Request), "requests are refused by their records"
-        self._num_refused += request.outcome is None
+        if request.outcome is None:
+            self._refused.add(request)
 
     def session_entering(self, session: object) -> None:
         self._num_entering += 1
@@ -155,7 +162,7 @@ class RequestLog(Observer):
             ("received", len(outcomes), statistics.received),
             ("finish_reasons", {reason: reasons[reason] for reason in FinishReason}, statistics.finish_reasons),
             ("abort_causes", {cause: causes[cause] for cause in Cause}, statistics.abort_causes),
-            ("rejected", self._num_entering + self._num_refused, statistics.rejected),
+            ("rejected", self._num_entering + len(self._refused), statistics.rejected),
         ):
             assert found == due, f"the books count {found} {name}, the callers got {due}"
 

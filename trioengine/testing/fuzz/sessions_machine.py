@@ -46,6 +46,7 @@ from trioengine.testing.fuzz.faults import Harm, Life
 from trioengine.testing.fuzz.leftovers import check_idle_session
 from trioengine.testing.fuzz.oracles import (
     check_aborted,
+    check_all_aborted,
     check_deadline,
     check_entering,
     check_holder,
@@ -176,6 +177,13 @@ class CallsMachine(PicturesEnvironment):
         is_known = is_refused(error.code, content) or is_failed(error.code, [("user", content)], self.payloads.dropped)
         assert is_known, f"{content} is refused: {error!r}"
 
+    def _abort_all(self, *, keep_waiting: bool) -> None:
+        due = [] if keep_waiting else self.requests.undecided
+        if due and inside.num_preparing(self.engine) and inside.num_in_line_for_slot(self.engine, is_session=False):
+            self.coverage.saw("all are aborted, some in preparation and some in line")
+        super()._abort_all(keep_waiting=keep_waiting)
+        check_all_aborted(due)
+
     async def _ready(self) -> None:
         await self.engine.ready()
         worker = self.worker
@@ -233,6 +241,10 @@ class SessionsMachine(CallsMachine):
         return [holder for holder in self.holders if holder.is_open]
 
     @property
+    def idle_holders(self) -> list[SessionHolder]:
+        return [holder for holder in self.open_holders if not holder.is_busy]
+
+    @property
     def running_holders(self) -> list[SessionHolder]:
         return [holder for holder in self.holders if not holder.over]
 
@@ -255,7 +267,7 @@ class SessionsMachine(CallsMachine):
         wait: bool | None = True,
         media: str = "",
     ) -> Reader:
-        idle = [holder for holder in self.open_holders if not holder.is_busy]
+        idle = self.idle_holders
         holder = pick(idle if which < 3 and idle else self.open_holders, which)
         number = len(self.readers)
         params = replace(
