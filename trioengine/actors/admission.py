@@ -45,7 +45,7 @@ async def open_session(runtime: Runtime, session: SessionActor) -> None:
         history = put_images(history, await images.admit(sources))
         if session.end_cause is not None:  # a thread that copies images is not cancelled
             raise session.ended_error()
-        session.begin(Conversation(runtime.tokenizer, history))
+        session.begin(Conversation(runtime.tokenizer, history, session.variables))
     except BaseException:
         session.end()
         raise

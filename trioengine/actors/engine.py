@@ -36,6 +36,7 @@ from trioengine.core.power import TagName
 from trioengine.core.sampling_params import Overflow, SamplingOptions, SamplingParams, merged_params, sampling_checked
 from trioengine.core.types import Cause, Completion
 from trioengine.core.wording import brief, counted
+from trioengine.text.chat_template import checked_variables
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Prompt
 
@@ -187,8 +188,11 @@ class Engine:
         wait: bool | None = None,
         timeout: float | None = None,
         overflow: Overflow = "refuse",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Session:
         """A session, to be entered. `label` is the caller's name for it, `history` chat messages to begin with.
+
+        `chat_template_kwargs` are variables for the chat template, such as `tools`: JSON values.
 
         `overflow` is for a chat that outgrows the context. `refuse` raises RequestRejected. `drop_oldest_turns` leaves
         the oldest turns out of the prompt until there is room for the answer: for `max_tokens`, of half of the context
@@ -200,12 +204,19 @@ class Engine:
         Entering waits for a free slot, with `wait=True` also while the engine sleeps or is updated, and with
         `wait=False` not at all: then it raises EngineOverloaded or EngineAsleep. Raises TimedOut when the wait takes
         more than `timeout` seconds from this call, EngineClosed, and RequestRejected for a bad history. An unknown
-        `overflow` raises RequestRejected here.
+        `overflow`, and template variables that are not JSON or not the caller's to set, raise RequestRejected here.
         """
         deadline = deadline_after(timeout)
         return Session(
             self.runtime,
-            self.runtime.new_session(label=label, history=history, wait=wait, overflow=overflow, deadline=deadline),
+            self.runtime.new_session(
+                label=label,
+                history=history,
+                wait=wait,
+                overflow=overflow,
+                deadline=deadline,
+                variables=checked_variables(chat_template_kwargs),
+            ),
         )
 
     @whole_answer

@@ -67,6 +67,7 @@ from trioengine.core.messages import (
 from trioengine.core.power import sorted_tags
 from trioengine.core.sampling_params import Overflow
 from trioengine.hub.model_info import ModelInfo
+from trioengine.text.chat_template import NO_VARIABLES
 from trioengine.text.chat_tokenizer import ChatTokenizer
 
 logger = logging.getLogger("trioengine")
@@ -171,6 +172,7 @@ class Runtime:
         overflow: Overflow = "refuse",
         deadline: Deadline = NEVER,
         opens_with_request: bool = False,
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> SessionActor:
         """A session without a slot."""
         return SessionActor(
@@ -184,6 +186,7 @@ class Runtime:
             overflow=overflow,
             deadline=deadline,
             opens_with_request=opens_with_request,
+            variables=variables,
         )
 
     def adopt(self, session: SessionActor) -> None:

@@ -41,6 +41,7 @@ from trioengine.core.lifecycle import Action, Event, Phase, PowerEvent, SessionL
 from trioengine.core.messages import SAMPLING_FAILED, AddMessage, RequestFailed, TokensRow
 from trioengine.core.sampling_params import Overflow, check_overflow
 from trioengine.core.types import Cause, FinishReason
+from trioengine.text.chat_template import NO_VARIABLES
 from trioengine.text.conversation import Conversation
 
 logger = logging.getLogger("trioengine")
@@ -94,12 +95,14 @@ class SessionActor:
         overflow: Overflow = "refuse",
         deadline: Deadline = NEVER,
         opens_with_request: bool = False,
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> None:
         self.id: int | None = None  # minted when the session gets its slot
         self.label = check_label(label)
         self.overflow = check_overflow(overflow)  # of the requests that follow, as the next
         self.retention_ratio = 1.0  # of the limit, to which a chat over it is shortened
         self.history = check_history(history)  # to begin with; None once the session is open
+        self.variables = variables  # of the chat template
         self.wait = check_wait(wait)
         self.deadline = deadline  # of the admission
         self.opens_with_request = opens_with_request  # by its one request, and is not entered by a user

@@ -10,8 +10,8 @@ trimmed as in Hugging Face's transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import BuiltinMethodType, MethodType
-from typing import Any, NoReturn
+from types import BuiltinMethodType, MappingProxyType, MethodType
+from typing import Any, NoReturn, cast
 
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
@@ -19,10 +19,11 @@ from jinja2.ext import loopcontrols
 from jinja2.runtime import LoopContext, Macro, Undefined
 from jinja2.utils import Cycler, Joiner, Namespace
 
+from trioengine.core.checks import rejected
 from trioengine.core.errors import ModelError, RequestRejected
-from trioengine.core.wording import excerpt
+from trioengine.core.wording import brief, excerpt
 from trioengine.text import template_operations as operations
-from trioengine.text.messages import IMAGE_PART, text_part
+from trioengine.text.messages import IMAGE_PART, check_json, copied, text_part
 from trioengine.text.template_filters import FILTERS, TESTS, ChatSandbox, FormatMethod, methods_of
 from trioengine.text.template_operations import BoundedContext, Budget, TemplateTooCostly, within_budget
 from trioengine.text.template_rewriting import INTERNAL_FILTERS, TemplateRefused, rewrite
@@ -30,6 +31,8 @@ from trioengine.text.template_rewriting import INTERNAL_FILTERS, TemplateRefused
 MAX_SOURCE = 128 << 10  # characters
 CALL_STEPS = 5
 _LOCALS = ("_block_vars", "_loop_vars")  # Jinja passes these to every call, for functions that take the context
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+RESERVED = ("messages", "add_generation_prompt", "bos_token", "eos_token")  # variables that callers do not set
 _PROBE = "trioengine"  # a word that a template is rendered with, to see which contents it prints
 
 
@@ -46,14 +49,20 @@ class ChatTemplate:
         except Exception as exc:  # jinja2's own errors, and Python's for a template that is nested too deeply
             raise ModelError(f"the chat template does not compile: {excerpt(str(exc))}") from exc
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        """Return the text of a conversation.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> str:
+        """Return the text of a conversation; the template gets these variables as well.
 
         Raises RequestRejected if the template refuses the messages, fails on them, or exceeds its Budget.
         """
-        variables = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None}
-        context: Any = self._template.new_context(variables | self._tokens)
-        context.budget = budget = Budget(messages)
+        own = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self._tokens}
+        context: Any = self._template.new_context({"tools": None, **variables, **own})
+        context.budget = budget = Budget([*messages, variables])
         pieces = []
         try:
             for piece in self._template.root_render_func(context):
@@ -79,12 +88,32 @@ class ChatTemplate:
         rendering = self._probe([IMAGE_PART, text_part(_PROBE)])
         return rendering.count(image_token) == 1 and _PROBE in rendering
 
-    def _probe(self, content: Any) -> str:
+    def prints_tools(self) -> bool:
+        """Return whether the template prints the names of tools."""
+        tool = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {}}}
+        return _PROBE in self._probe("", {"tools": [tool]})
+
+    def _probe(self, content: Any, variables: Mapping[str, Any] = NO_VARIABLES) -> str:
         """Render one message with this content; "" if the template refuses it."""
+        messages = [{"role": "user", "content": content}]
         try:
-            return self.render([{"role": "user", "content": content}], add_generation_prompt=False)
+            return self.render(messages, add_generation_prompt=False, variables=variables)
         except RequestRejected:
             return ""
+
+
+def checked_variables(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return a copy of variables for a template. Raises RequestRejected for names and values that it may not have."""
+    if variables is None:
+        return NO_VARIABLES
+    name = "chat_template_kwargs"
+    if not isinstance(variables, Mapping):
+        raise rejected(name, f"must be a mapping, got {brief(variables)}")
+    for reserved in RESERVED:
+        if reserved in variables:
+            raise rejected(name, f"may not have {reserved!r}, which the engine sets")
+    check_json(variables, name)
+    return cast("Mapping[str, Any]", copied(variables))
 
 
 def _rejected(problem: str) -> RequestRejected:

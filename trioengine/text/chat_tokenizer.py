@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.core.image import VISION_MODEL, Image, ImageProcessing, is_image_part
 from trioengine.core.types import TokenIds
-from trioengine.text.chat_template import ChatTemplate
+from trioengine.text.chat_template import NO_VARIABLES, ChatTemplate
 from trioengine.text.messages import IMAGE_PART, Message, text_part
 from trioengine.text.tokenizer import Tokenizer
 
@@ -31,7 +31,7 @@ class ChatTokenizer:
     """The public `engine.tokenizer`. Safe for threads.
 
     `images` is the preprocessing of images, None for a model of texts only. `image_refusal` is the reason, naming the
-    `model`, why images are refused; it is empty if they are accepted.
+    `model`, why images are refused; it is empty if they are accepted. `takes_tools`: the template prints tools.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class ChatTokenizer:
         self.images = images
         self.image_refusal = _image_refusal(template, images, model)
         self._template = template
+        self.takes_tools = template is not None and template.prints_tools()
         self._takes_parts_only = template is not None and template.takes_parts_only()
         self._specials = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._placeholders = {text: chr(_FIRST + index) for index, text in enumerate(self._specials)}
@@ -65,12 +66,23 @@ class ChatTokenizer:
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> list[int]:
         """Return the token ids of a conversation as a prompt. Raises RequestRejected for bad messages."""
-        return self.encode_rendering(self.render(messages, add_generation_prompt=add_generation_prompt)).tolist()
+        rendering = self.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+        return self.encode_rendering(rendering).tolist()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> str:
         """Return the text of a conversation with its contents protected, for `encode_rendering`."""
         if self._template is None:
             raise RequestRejected("no_chat_template", "the model has no chat template: give token ids", param="prompt")
@@ -78,7 +90,9 @@ class ChatTokenizer:
         if images and self.image_refusal:
             raise RequestRejected("images_not_supported", f"messages: {self.image_refusal}", param="messages")
         protected = list(map(self._protect_message, messages))
-        rendering = self._template.render(protected, add_generation_prompt=add_generation_prompt)
+        rendering = self._template.render(
+            protected, add_generation_prompt=add_generation_prompt, variables=self._protect_all(variables)
+        )
         return rendering if self.images is None else expand_images(rendering, images, self.images)
 
     def encode_rendering(self, rendering: str) -> TokenIds:

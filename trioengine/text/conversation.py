@@ -22,6 +22,7 @@ from trioengine.core.errors import RequestRejected
 from trioengine.core.image import Image
 from trioengine.core.sampling_params import retained
 from trioengine.core.types import TokenIds, token_ids
+from trioengine.text.chat_template import NO_VARIABLES
 from trioengine.text.chat_tokenizer import ChatTokenizer, PlacedImage, image_parts, num_image_tokens, place_images
 from trioengine.text.messages import BYTES, Message, Turns, check_unicode, checked_messages, copied
 from trioengine.text.output import Detokenizer
@@ -46,8 +47,15 @@ class Prepared:
 class Conversation:
     """The committed turns. `prepare` changes nothing and may run in a thread; `commit` adds the prepared turn."""
 
-    def __init__(self, tokenizer: ChatTokenizer, history: Sequence[Message] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        history: Sequence[Message] | None = None,
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> None:
+        """`variables` are for the chat template: see `checked_variables`."""
         self.tokenizer = tokenizer
+        self._variables = variables
         self._messages: tuple[Message, ...] = ()
         self._token_ids: TokenIds = token_ids()  # empty if the whole conversation has to be tokenized
         self._rendering = ""  # the text of these ids, without the closing
@@ -141,7 +149,7 @@ class Conversation:
 
     def _tokenized(self, messages: tuple[Message, ...], dropped_turns: int = 0, dropped: range = range(0)) -> Prepared:
         """Render and tokenize the messages that are left after the messages of the `dropped` indices are dropped."""
-        rendering = self.tokenizer.render(messages)
+        rendering = self.tokenizer.render(messages, variables=self._variables)
         ids = self._extended(rendering)
         if not ids:
             raise RequestRejected("empty_prompt", "prompt: the chat template renders it to nothing", param="prompt")

@@ -113,11 +113,11 @@ def _checked_message(message: Message, name: str, image_refusal: str) -> Message
     check_role(name, message, ROLES)
     check_content(name, message)
     fields: dict[str, Any] = {**message, "content": None}
-    _check_json(fields, name)
+    check_json(fields, name)
     return {**copied(fields), "content": _content(message["content"], f"{name}.content", image_refusal)}
 
 
-def _check_json(value: object, name: str, depth: int = 0) -> None:
+def check_json(value: object, name: str, depth: int = 0) -> None:
     """Raise RequestRejected for values that JSON does not have: templates cannot be relied on to print them."""
     if depth > MAX_DEPTH:
         raise RequestRejected("invalid_value", f"{name} is nested too deeply", param=name)
@@ -129,10 +129,10 @@ def _check_json(value: object, name: str, depth: int = 0) -> None:
                 message = f"{name} has a key that is not a string: {key!r:.60}"
                 raise RequestRejected("invalid_value", message, param=name)
             check_unicode(key, name)
-            _check_json(entry, f"{name}.{key:.40}", depth + 1)
+            check_json(entry, f"{name}.{key:.40}", depth + 1)
     elif isinstance(value, Sequence) and not isinstance(value, BYTES):
         for index, entry in enumerate(value):
-            _check_json(entry, f"{name}[{index}]", depth + 1)
+            check_json(entry, f"{name}[{index}]", depth + 1)
     elif value is not None and not isinstance(value, (bool, int, float)):
         message = f"{name} must be a JSON value, got {type(value).__name__}"
         raise RequestRejected("invalid_value", message, param=name)
