@@ -19,6 +19,7 @@ BAD = [
     ("shutdown_timeout", -0.5, "shutdown_timeout must be a number from 0"),
     ("max_connections", 0, "max_connections must be an integer from 1"),
     ("unknown_fields", "ignore", "unknown_fields must be warn or refuse, got 'ignore'"),
+    ("tool_call_parser", "xml", "tool_call_parser must be one of auto, hermes, llama3, json, got 'xml'"),
     ("insecure", 1, "insecure must be True or False, got 1"),
     ("api_key", "", "api_key must be keys"),
     ("api_key", ("a", "secret key"), "api_key must be keys"),

@@ -46,6 +46,7 @@ HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
     "allowed_origin": "A site whose pages may ask, as https://example.com; may be given several times.",
     "weights_dir": "Where the checkpoints lie that an operator may name to /update_weights.",
     "unknown_fields": "warn, or refuse: requests with fields that this server does not know.",
+    "tool_call_parser": "The form of tool calls: hermes, llama3 or json; auto: as the chat template shows it.",
     "insecure": "Serve other machines without a key, all of them.",
     "shutdown_timeout": "Seconds that requests have after the first SIGTERM or SIGINT.",
     "max_connections": "Connections at a time; an idle one makes room for more, or they are answered with 503.",
@@ -88,7 +89,7 @@ PANELS = {
         "encoder_cache_memory",
         "payload_memory",
     ),
-    "Network": ("host", "port", "shutdown_timeout", "unknown_fields"),
+    "Network": ("host", "port", "shutdown_timeout", "unknown_fields", "tool_call_parser"),
     "Security": ("api_key", "admin_key", "allowed_origin", "weights_dir", "insecure"),
     "Limits": (
         "max_num_seqs",

@@ -28,10 +28,12 @@ class Grammar:
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any]) -> Grammar:
         """JSON that is valid by the schema, without unlisted properties unless the schema allows them."""
-        if not isinstance(schema, Mapping):
-            raise _invalid(f"a schema must be an object, got {brief(schema)}")
-        _check_depth(schema)
-        return cls._of({"json_schema": {"x-guidance": _GUIDANCE, **schema}})
+        return cls._of({"json_schema": _checked_schema(schema)})
+
+    @classmethod
+    def schema_json(cls, schema: Mapping[str, Any]) -> str:
+        """Return the schema as it follows `%json` in a grammar of `lark`."""
+        return _dumped(_checked_schema(schema))
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -64,10 +66,7 @@ class Grammar:
 
     @classmethod
     def _of(cls, grammar: Mapping[str, Any]) -> Grammar:
-        try:
-            source = json.dumps({"grammars": [grammar]})
-        except (TypeError, ValueError) as exc:
-            raise _invalid(f"the grammar is not JSON: {exc}") from None
+        source = _dumped({"grammars": [grammar]})
         if len(source) > MAX_GRAMMAR_SIZE:
             raise _invalid(f"the grammar has {len(source)} characters; at most {MAX_GRAMMAR_SIZE} are accepted")
         return cls(source)
@@ -77,6 +76,20 @@ _PIECE = re.compile(r"\\.|/|\n", re.DOTALL)
 _ESCAPED = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}  # slashes enclose a regular expression, which is on one line
 # Whitespace as json.dumps writes it: a model that may write any amount of it sometimes writes nothing else.
 _GUIDANCE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+
+
+def _checked_schema(schema: object) -> Mapping[str, Any]:
+    if not isinstance(schema, Mapping):
+        raise _invalid(f"a schema must be an object, got {brief(schema)}")
+    _check_depth(schema)
+    return {"x-guidance": _GUIDANCE, **schema}
+
+
+def _dumped(grammar: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(grammar)
+    except (TypeError, ValueError) as exc:
+        raise _invalid(f"the grammar is not JSON: {exc}") from None
 
 
 def _check_depth(schema: Any) -> None:

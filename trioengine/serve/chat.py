@@ -10,18 +10,20 @@ from typing import Any
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
+from trioengine.actors.session import Session
 from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.types import Cause, Completion, FinishReason
 from trioengine.serve.access_log import REQUEST_ID, SESSION
 from trioengine.serve.auth import salted
 from trioengine.serve.body import Body
-from trioengine.serve.chat_request import FIELDS, ChatRequest, image_refusal, parse_chat_request
+from trioengine.serve.chat_request import FIELDS, ChatRequest, ServedModel, parse_chat_request
 from trioengine.serve.chat_response import KEEP_ALIVE, ChatFrames, ChatShape, error_frames
 from trioengine.serve.errors import ClientError, RequestAborted, problem_of
 from trioengine.serve.http import STREAM_HEADERS, Headers, HttpRequest, HttpResponse, StreamingResponse
 from trioengine.serve.limits import InFlight
 from trioengine.serve.parsing import LONG_JSON, in_thread_if
 from trioengine.serve.unknown_fields import UnknownFields
+from trioengine.text.tool_calls import ToolCallParser, ToolForm
 
 logger = logging.getLogger("trioengine")
 MANY_LOGPROBS = 1000  # entries of log-probabilities; more are rendered in a thread
@@ -30,15 +32,24 @@ MANY_LOGPROBS = 1000  # entries of log-probabilities; more are rendered in a thr
 class ChatCompletions:
     """The handler of the route."""
 
-    def __init__(self, engine: Engine, model: str, in_flight: InFlight, unknown_fields: UnknownFields) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model: str,
+        in_flight: InFlight,
+        unknown_fields: UnknownFields,
+        tool_form: ToolForm | None = None,
+    ) -> None:
+        """`tool_form` is the form of tool calls; None: as the chat template shows it."""
         self._engine = engine
         self._model = model
         self._in_flight = in_flight
         self._unknown_fields = unknown_fields
+        self._tool_form = tool_form
 
     async def __call__(self, request: HttpRequest) -> StreamingResponse:
-        refusal = image_refusal(self._engine, self._model)
-        parse = partial(parse_chat_request, request.body, self._model, refusal)
+        model = ServedModel.of(self._engine, self._model, self._tool_form)
+        parse = partial(parse_chat_request, request.body, model)
         chat = await in_thread_if(len(request.body) > LONG_JSON, self._engine.ports, parse)
         headers = self._unknown_fields.report(chat.unknown, FIELDS)
         completion = _ChatCompletion(self._engine, self._in_flight, chat, self._model, request, headers)
@@ -68,6 +79,8 @@ class _ChatCompletion:
         self._shape = ChatShape(model, engine.runtime.model.tokenizer, chat.params.logprobs)
         self._request_id = chat.request_id
         self._grammar_field = chat.grammar_field
+        self._variables = chat.variables
+        self._tool_form = chat.tool_form
         self._headers = headers  # of a whole response
 
     async def whole(self, body: Body) -> HttpResponse:
@@ -76,7 +89,7 @@ class _ChatCompletion:
             await generation.wait_settled()  # reading would wake this task for every token
             completion = _finished(generation)
         num_logprobs = len(completion.logprobs or ()) * (1 + (self._params.logprobs or 0))
-        render = partial(self._shape.whole, completion)
+        render = partial(self._shape.whole, completion, self._tool_form)
         content = await in_thread_if(num_logprobs > MANY_LOGPROBS, self._engine.ports, render)
         return HttpResponse(200, content, headers=self._headers)
 
@@ -94,6 +107,9 @@ class _ChatCompletion:
 
     async def _send_all(self, generation: Generation, body: Body) -> None:
         frames = ChatFrames(self._shape, include_usage=self._include_usage)
+        if self._tool_form is not None:
+            await _send_with_calls(generation, frames, ToolCallParser(self._tool_form), body)
+            return
         sink = _Sink(generation, frames, body)
         unsent = frames.opening
         async for chunk in generation:
@@ -113,7 +129,7 @@ class _ChatCompletion:
         SESSION.set(self._shape.id)  # until the connection's next request, so that the access log has it as well
         ids = filter(None, (self._shape.id, REQUEST_ID.get(), self._request_id))  # for /abort_request
         try:
-            async with self._engine.open_session(label=self._shape.id, wait=False) as session:
+            async with self._open_session() as session:
                 body.on_disconnect = partial(session.end, Cause.DISCONNECT)
                 generation = session.generate(self._take_messages(), self._params, wait=False)
                 with self._in_flight.running(ids, generation):
@@ -124,9 +140,27 @@ class _ChatCompletion:
         except RequestRejected as exc:
             raise _in_fields(exc, self._grammar_field) from None
 
+    def _open_session(self) -> Session:
+        return self._engine.open_session(label=self._shape.id, wait=False, chat_template_kwargs=self._variables or None)
+
     def _take_messages(self) -> Sequence[Mapping[str, Any]]:
         messages, self._messages = self._messages, ()
         return messages
+
+
+async def _send_with_calls(generation: Generation, frames: ChatFrames, parser: ToolCallParser, body: Body) -> None:
+    """Send chunks as they come, and the tool calls in them."""
+    unsent = frames.opening
+    async for chunk in generation:
+        unsent += frames.parts(parser.feed(chunk.text), chunk.logprobs)
+        if generation.outcome is not None and generation.outcome.is_complete:
+            break
+        if unsent:
+            await body.send(unsent)
+            unsent = b""
+    completion = _finished(generation)
+    unsent += frames.parts(parser.finish(), None)
+    await body.send(unsent + frames.end(completion, has_calls=parser.num_calls > 0), is_last=True)
 
 
 class _Sink:

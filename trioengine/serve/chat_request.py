@@ -12,8 +12,9 @@ from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.core.grammar import Grammar
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.serve.chat_tools import Tools, calls_as_text, parse_tools, template_calls, with_instructions
 from trioengine.serve.errors import ClientError
-from trioengine.serve.parsing import as_served, either, load_body, load_object
+from trioengine.serve.parsing import as_served, either, load_body, load_object, shown
 from trioengine.serve.reading import check_supported, read, sampling_params, unknown_names
 from trioengine.serve.requests import (
     AssistantMessage,
@@ -26,13 +27,14 @@ from trioengine.serve.requests import (
     StructuredOutputs,
     TextFormat,
     TextPart,
+    ToolMessage,
 )
+from trioengine.text.tool_calls import HERMES, ToolForm, form_of
 
 # Fields without effect on an answer; any value will do.
 HARMLESS = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
@@ -50,7 +52,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "echo": (False,),
     "add_generation_prompt": (True,),
@@ -66,9 +67,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "n": (1,),
     "prompt_logprobs": (),
-    "reasoning_effort": ("none",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -78,6 +76,7 @@ _STREAM_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "continuous_usage_stats": (False,),
     "include_obfuscation": (False,),
 }
+_NO_EFFORT = "none"
 _ROLES = {"developer": "system"}  # of OpenAI, and the templates' names for them
 EngineMessage: TypeAlias = dict[str, Any]
 
@@ -92,27 +91,68 @@ class ChatRequest:
     include_usage: bool  # in a stream
     request_id: str | None  # the client's own, for /abort_request
     grammar_field: str  # the path of the field that has the grammar, if any
+    variables: Mapping[str, Any]  # of the chat template
+    tool_form: ToolForm | None  # of calls in the answer; None without tools
     unknown: tuple[str, ...] = ()  # fields that were passed over
 
 
-def parse_chat_request(body: bytes, model: str, image_refusal: str) -> ChatRequest:
-    """Parse the body of a request to `model`, the only one. Raises ClientError or RequestRejected.
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The properties of the served model on which the parsing of a request depends."""
 
-    `image_refusal` is the reason why the model takes no images, or empty.
-    """
+    name: str
+    image_refusal: str  # the reason why it takes no images, or empty
+    template: str = ""  # its chat template
+    takes_tools: bool = False  # its chat template prints them
+    tool_form: ToolForm = HERMES
+
+    @classmethod
+    def of(cls, engine: Engine, name: str, tool_form: ToolForm | None) -> ServedModel:
+        """The model of an engine, under the name that clients use; while it loads, nothing else is known of it."""
+        try:
+            tokenizer = engine.tokenizer
+        except EngineOverloaded:
+            return cls(name, "")
+        refusal = as_served(tokenizer.image_refusal, engine.config.model, name)
+        template = tokenizer.template_source
+        return cls(name, refusal, template, tokenizer.takes_tools, tool_form or form_of(template))
+
+
+def parse_chat_request(body: bytes, model: ServedModel) -> ChatRequest:
+    """Parse the body of a request to `model`, the only one. Raises ClientError or RequestRejected."""
     fields = load_body(body)
     given = read(fields, ChatCompletionRequest)
-    check_model(given.model, model)
+    check_model(given.model, model.name)
     check_supported(fields, UNSUPPORTED)
+    tools, skipped = parse_tools(given, model.tool_form)
+    messages = engine_messages(given.messages, model)
+    if tools is not None and not model.takes_tools:
+        messages = with_instructions(messages, tools.instructions)
     return ChatRequest(
-        messages=engine_messages(given.messages, image_refusal),
-        params=_params(given),
+        messages=messages,
+        params=_params(given, tools),
         stream=bool(given.stream),
         include_usage=_include_usage(given, fields),
         request_id=given.request_id,
-        grammar_field=_grammar_field(given),
-        unknown=unknown_names(fields, FIELDS),
+        grammar_field="tools" if tools is not None and tools.grammar is not None else _grammar_field(given),
+        variables=_variables(given, tools, model),
+        tool_form=None if tools is None else tools.form,
+        unknown=(*unknown_names(fields, FIELDS), *skipped),
     )
+
+
+def _variables(given: ChatCompletionRequest, tools: Tools | None, model: ServedModel) -> Mapping[str, Any]:
+    """Return the variables for the chat template. Raises ClientError for an effort of which it does not know."""
+    variables = dict(given.chat_template_kwargs or {})
+    if tools is not None and model.takes_tools:
+        variables["tools"] = tools.variable
+    effort = given.reasoning_effort
+    if effort is not None and "reasoning_effort" in model.template:
+        variables["reasoning_effort"] = effort
+    elif effort not in (None, _NO_EFFORT):
+        message = f"reasoning_effort must be {shown(_NO_EFFORT)} for this model, got {shown(effort)}"
+        raise ClientError("unsupported_parameter", message, param="reasoning_effort")
+    return variables
 
 
 def check_model(name: str | None, model: str) -> None:
@@ -132,14 +172,20 @@ def _include_usage(given: ChatCompletionRequest, fields: Mapping[str, Any]) -> b
     return bool(options.include_usage)
 
 
-def _params(given: ChatCompletionRequest) -> SamplingParams:
+def _params(given: ChatCompletionRequest, tools: Tools | None) -> SamplingParams:
     max_tokens = given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
     logprobs = given.top_logprobs
     if not given.logprobs and logprobs is not None:
         raise ClientError("invalid_value", "top_logprobs needs logprobs=true", param="top_logprobs")
     if given.logprobs and logprobs is None:
         logprobs = 0
-    return sampling_params(given, max_tokens=max_tokens, logprobs=logprobs, grammar=_grammar(given))
+    grammar = _grammar(given)
+    if tools is not None and tools.grammar is not None:
+        if grammar is not None:
+            message = f"tool_choice that forces a call does not go with {_grammar_field(given)}"
+            raise ClientError("invalid_value", message, param="tool_choice")
+        grammar = tools.grammar
+    return sampling_params(given, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar)
 
 
 def _grammar_field(given: ChatCompletionRequest) -> str:
@@ -189,36 +235,30 @@ def _structured(outputs: StructuredOutputs) -> Grammar:
 # ---- messages ------------------------------------------------------------------------------------------------------
 
 
-def image_refusal(engine: Engine, model: str) -> str:
-    """Return the reason why the engine takes no images, with the model's served name; empty if it takes images.
-
-    It is also empty while the model is not loaded: then the engine refuses the request.
-    """
-    try:
-        return as_served(engine.tokenizer.image_refusal, engine.config.model, model)
-    except EngineOverloaded:
-        return ""
-
-
-def engine_messages(messages: Sequence[Message], refusal: str) -> list[EngineMessage]:
+def engine_messages(messages: Sequence[Message], model: ServedModel) -> list[EngineMessage]:
     """Return the messages for the engine. A content is one string, or a list of parts if it has images.
 
-    Raises ClientError; for images with the message `refusal` unless that is empty.
+    Raises ClientError for images, unless the model takes them.
     """
-    return [_engine_message(message, f"messages[{index}]", refusal) for index, message in enumerate(messages)]
+    return [_engine_message(message, f"messages[{index}]", model) for index, message in enumerate(messages)]
 
 
-def _engine_message(message: Message, where: str, refusal: str) -> EngineMessage:
+def _engine_message(message: Message, where: str, model: ServedModel) -> EngineMessage:
     role = str(message.__struct_config__.tag)
     content: object = message.content
     if not isinstance(message.content, str):
-        content = _joined(message.content or (), f"{where}.content", refusal)
+        content = _joined(message.content or (), f"{where}.content", model.image_refusal)
+    made: EngineMessage = {"role": _ROLES.get(role, role), "content": content}
+    if isinstance(message, ToolMessage) and message.tool_call_id is not None:
+        made["tool_call_id"] = message.tool_call_id
     if isinstance(message, AssistantMessage):
-        content = content or message.refusal or ""
-        if message.tool_calls:
-            param = f"{where}.tool_calls"
-            raise ClientError("unsupported_parameter", f"this server does not support {param}", param=param)
-    return {"role": _ROLES.get(role, role), "content": content}
+        made["content"] = content or message.refusal or ""
+        calls = message.tool_calls
+        if calls and model.takes_tools:
+            made["tool_calls"] = template_calls(calls)
+        elif calls:
+            made["content"] = "\n".join(filter(None, (made["content"], calls_as_text(calls, model.tool_form))))
+    return made
 
 
 def _joined(

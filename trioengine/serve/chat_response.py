@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii  # json.dumps of a string, without its set-up
 from typing import Any
 
-from trioengine.core.types import Chunk, Completion, Logprobs, Usage
+from trioengine.core.types import Chunk, Completion, FinishReason, Logprobs, Usage
 from trioengine.serve.errors import Problem
 from trioengine.serve.ids import new_id, unix_time
 from trioengine.text.tokenizer import Tokenizer
+from trioengine.text.tool_calls import CallArguments, CallBegin, Part, ToolCallParser, ToolForm
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -28,13 +29,18 @@ class ChatShape:
     id: str = field(default_factory=lambda: new_id("chatcmpl-"))
     created: int = field(default_factory=unix_time)
 
-    def whole(self, completion: Completion) -> bytes:
-        """Render a chat.completion."""
+    def whole(self, completion: Completion, tool_form: ToolForm | None) -> bytes:
+        """Render a chat.completion; with a `tool_form` the tool calls in it."""
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        calls: list[dict[str, Any]] = []
+        if tool_form is not None:
+            text, calls = _calls_in(completion.text, tool_form)
+            message |= {"content": text or None, "tool_calls": calls} if calls else {"content": text}
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "message": message,
             "logprobs": self.logprobs(completion.logprobs),
-            "finish_reason": completion.finish_reason.value,
+            "finish_reason": finish_reason(completion, has_calls=bool(calls)),
         }
         shown = {**self.head("chat.completion"), "choices": [choice], "usage": usage_json(completion.usage)}
         return json.dumps(shown).encode()
@@ -55,6 +61,7 @@ class ChatFrames:
         "_after",
         "_before",
         "_include_usage",
+        "_num_calls",
         "_shape",
         "_text_after",
         "_text_before",
@@ -65,6 +72,7 @@ class ChatFrames:
     def __init__(self, shape: ChatShape, *, include_usage: bool) -> None:
         self._shape = shape
         self._include_usage = include_usage
+        self._num_calls = 0
         head = json.dumps(shape.head("chat.completion.chunk"))[:-1]
         self._before = f'data: {head}, "choices": [{{"index": 0, "delta": '.encode()
         self._usage_before = f'data: {head}, "choices": [], "usage": '.encode()
@@ -84,17 +92,65 @@ class ChatFrames:
         """Render a text without log-probabilities; b"" for an empty one."""
         return self._text_before + encode_basestring_ascii(text).encode() + self._text_after if text else b""
 
-    def end(self, completion: Completion) -> bytes:
+    def parts(self, parts: Iterable[Part], logprobs: Iterable[Logprobs] | None) -> bytes:
+        """Render text and tool calls; the log-probabilities of all of it come with the first frame."""
+        frames = b""
+        left = list(logprobs or ())
+        for part in parts:
+            shown = json.dumps(self._shape.logprobs(left)) if left else "null"
+            left = []
+            frames += self._frame(json.dumps(self._delta_of(part)), logprobs=shown)
+        return frames
+
+    def _delta_of(self, part: Part) -> dict[str, Any]:
+        match part:
+            case CallBegin(name):
+                self._num_calls += 1
+                call = {"index": self._num_calls - 1, **_call(name, "")}
+            case CallArguments(text):
+                call = {"index": self._num_calls - 1, "function": {"arguments": text}}
+            case _:
+                return {"content": part}
+        return {"tool_calls": [call]}
+
+    def end(self, completion: Completion, *, has_calls: bool = False) -> bytes:
         """Render the finish reason, the usage if requested, and the end of the stream."""
         usage = b""
         if self._include_usage:
             usage = self._usage_before + json.dumps(usage_json(completion.usage)).encode() + b"}\n\n"
-        return self._frame("{}", finish_reason=f'"{completion.finish_reason.value}"') + usage + DONE
+        reason = finish_reason(completion, has_calls=has_calls)
+        return self._frame("{}", finish_reason=f'"{reason}"') + usage + DONE
 
     def _frame(self, delta: str, *, logprobs: str = "null", finish_reason: str = "null") -> bytes:
         """Render an event of fields in JSON."""
         shown = f'{delta}, "logprobs": {logprobs}, "finish_reason": {finish_reason}}}'
         return self._before + shown.encode() + self._after
+
+
+def finish_reason(completion: Completion, *, has_calls: bool) -> str:
+    """Return why it ended, as OpenAI names it."""
+    is_stop = completion.finish_reason is FinishReason.STOP
+    return "tool_calls" if has_calls and is_stop else completion.finish_reason.value
+
+
+def _calls_in(answer: str, form: ToolForm) -> tuple[str, list[dict[str, Any]]]:
+    """Return the text and the calls of an answer."""
+    parser = ToolCallParser(form)
+    text: list[str] = []
+    calls: list[tuple[str, list[str]]] = []
+    for part in (*parser.feed(answer), *parser.finish()):
+        match part:
+            case CallBegin(name):
+                calls.append((name, []))
+            case CallArguments(arguments):
+                calls[-1][1].append(arguments)
+            case _:
+                text.append(part)
+    return "".join(text), [_call(name, "".join(arguments)) for name, arguments in calls]
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": new_id("call_"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def error_frames(problem: Problem) -> bytes:

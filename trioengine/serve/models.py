@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded, RequestRejected
-from trioengine.serve.chat_request import check_model, engine_messages
+from trioengine.serve.chat_request import ServedModel, check_model, engine_messages
 from trioengine.serve.errors import ClientError
 from trioengine.serve.http import HttpRequest, HttpResponse, json_response
 from trioengine.serve.ids import unix_time
@@ -103,7 +103,7 @@ class Tokenization:
         if given.messages is None:
             message = "give a prompt, or messages: a list of at least one"
             raise ClientError("missing_parameter", message, param="messages")
-        messages = engine_messages(given.messages, _NO_IMAGES)
+        messages = engine_messages(given.messages, ServedModel(self._model, _NO_IMAGES))
         self._check_length(messages, "messages")
         if given.add_special_tokens:
             message = "add_special_tokens is for prompt: the chat template has messages' own"

@@ -22,7 +22,7 @@ from trioengine.core.sampling_params import (
 )
 
 MAX_ID = 128  # characters
-MAX_METADATA = 16  # members
+MAX_TOOLS = 128
 
 
 def _bounds(name: str, description: str = "") -> Meta:
@@ -76,14 +76,33 @@ class UserMessage(Struct, tag="user", tag_field="role"):
     name: str | None = None
 
 
+class FunctionCall(Struct):
+    name: str
+    arguments: Annotated[str, Meta(description="JSON of an object.")]
+
+
+class ToolCall(Struct):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
 class AssistantMessage(Struct, tag="assistant", tag_field="role"):
     content: str | Annotated[list[TextPart | RefusalPart], Meta(min_length=1)] | None = None
     refusal: str | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
-Message: TypeAlias = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage
+class ToolMessage(Struct, tag="tool", tag_field="role"):
+    """The result of a tool call."""
+
+    content: _Texts
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+Message: TypeAlias = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 Messages: TypeAlias = Annotated[list[Message], Meta(min_length=1)]
 
 
@@ -147,6 +166,29 @@ class StructuredOutputs(Struct):
     json_object: bool | None = None
 
 
+class Function(Struct):
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema of an object.")] = None
+    strict: Annotated[bool | None, Meta(description="Without effect: forced calls always follow the schema.")] = None
+
+
+class FunctionTool(Struct):
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class ChosenFunction(Struct):
+    name: str
+
+
+class ToolChoice(Struct):
+    """A call of this function is forced."""
+
+    function: ChosenFunction
+    type: Literal["function"] = "function"
+
+
 class StreamOptions(Struct):
     include_usage: bool | None = None
 
@@ -164,6 +206,14 @@ class ChatCompletionRequest(Sampling, kw_only=True):
     stream_options: StreamOptions | None = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    tools: Annotated[
+        Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None,
+        Meta(description='Functions: {"type": "function", "function": …}; other types are passed over.'),
+    ] = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID, description="for /abort_request")] | None = None
 
 

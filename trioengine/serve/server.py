@@ -36,6 +36,7 @@ from trioengine.serve.realtime.response import ResponseRunner
 from trioengine.serve.routes import BELOW, Routes, get, plain_routes, post
 from trioengine.serve.unknown_fields import UnknownFields
 from trioengine.serve.websocket import AcceptedWebSocket
+from trioengine.text.tool_calls import FORMS
 
 ABORT_TIMEOUT = 1.0  # seconds for connections to report an abort to their clients
 
@@ -113,9 +114,11 @@ class Server:
         engine, model = self.engine, self.model_name
         unknown_fields = UnknownFields(refuse=self.config.unknown_fields == "refuse")
         models, tokenization = Models(engine, model), Tokenization(engine, model, unknown_fields)
+        tool_form = FORMS.get(self.config.tool_call_parser)  # None: auto
+        chat = ChatCompletions(engine, model, self.in_flight, unknown_fields, tool_form)
         return {
             **plain_routes(engine, self.metrics),
-            "/v1/chat/completions": post(ChatCompletions(engine, model, self.in_flight, unknown_fields)),
+            "/v1/chat/completions": post(chat),
             MODELS: get(models.list),
             f"{MODELS}/{BELOW}": get(models.retrieve),
             "/tokenize": post(tokenization.tokenize),

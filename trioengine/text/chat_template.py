@@ -43,6 +43,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
+        self.source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
             self._template = TemplateEnvironment().from_string(source)

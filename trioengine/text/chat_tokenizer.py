@@ -32,6 +32,7 @@ class ChatTokenizer:
 
     `images` is the preprocessing of images, None for a model of texts only. `image_refusal` is the reason, naming the
     `model`, why images are refused; it is empty if they are accepted. `takes_tools`: the template prints tools.
+    `template_source` is empty without a template.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ChatTokenizer:
         self.image_refusal = _image_refusal(template, images, model)
         self._template = template
         self.takes_tools = template is not None and template.prints_tools()
+        self.template_source = "" if template is None else template.source
         self._takes_parts_only = template is not None and template.takes_parts_only()
         self._specials = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._placeholders = {text: chr(_FIRST + index) for index, text in enumerate(self._specials)}
