@@ -73,7 +73,7 @@ def form_of(template: str) -> ToolForm:
 
 
 class ToolCallParser:
-    """Splits an answer into text and calls. What looks like a call and is none is text."""
+    """Splits an answer into text and calls. A part that only looks like a call is text."""
 
     def __init__(self, form: ToolForm) -> None:
         self._begin = form.begin.strip()
