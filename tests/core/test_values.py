@@ -49,8 +49,18 @@ BAD_PARAMS = {
     ],
     "logprobs": [-1, 21, *NO_INTEGERS],
     "cache_salt": [3, None, b"x", "x" * 257, "half \ud800"],
+    "grammar": ["[a-z]", {}, 3],
 }
-OPTIONAL = {"max_tokens", "seed", "logprobs", "max_model_len", "kv_cache_memory", "chunked_prefill_size", "num_threads"}
+OPTIONAL = {
+    "max_tokens",
+    "seed",
+    "logprobs",
+    "grammar",
+    "max_model_len",
+    "kv_cache_memory",
+    "chunked_prefill_size",
+    "num_threads",
+}
 
 
 def bad_values(table):

@@ -6,6 +6,7 @@ from helpers.params import GREEDY, LONG
 from helpers.realtime_texts import assistant, reference, user
 
 from trioengine import (
+    Grammar,
     RequestRejected,
     SamplingParams,
     connect,
@@ -90,6 +91,12 @@ async def test_a_replaced_history_that_the_server_refuses_fails_the_requests_on_
         session.replace_history([user("other")])
         async with session.generate("more", GREEDY) as generation:
             assert (await generation.result()).text == reference(clients, [user("other"), user("more")])
+
+
+async def test_a_grammar_is_refused(autojump_clock, remote):
+    with pytest.raises(RequestRejected, match="grammar cannot be sent over a connection") as refused:
+        await remote.generate("hello", grammar=Grammar.json_object())
+    assert refused.value.param == "grammar"
 
 
 async def test_logprobs_are_refused(autojump_clock, remote):

@@ -100,10 +100,11 @@ def _image_of(url: str) -> dict[str, str]:
 def response_fields(params: SamplingParams, overflow: Overflow) -> dict[str, Any]:
     """The fields of a response.create: the policy, and the parameters that are not at their defaults.
 
-    Raises RequestRejected for logprobs.
+    Raises RequestRejected for logprobs and a grammar.
     """
-    if params.logprobs is not None:
-        raise RequestRejected("unsupported_parameter", "logprobs are not sent over a connection", param="logprobs")
+    for name in ("logprobs", "grammar"):
+        if getattr(params, name) is not None:
+            raise RequestRejected("unsupported_parameter", f"{name} cannot be sent over a connection", param=name)
     changed = {
         field.name: getattr(params, field.name)
         for field in dataclasses.fields(params)
