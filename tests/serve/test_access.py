@@ -327,7 +327,7 @@ async def test_pages_of_allowed_origins_may_read(autojump_clock):
             data = await clients.http(get("/version", f"Origin: {SITE}", bearer(key)))
             assert status_and_body(data)[0] == status
             assert b"access-control-allow-origin: https://example.com\r\n" in data
-            assert b"access-control-expose-headers: x-request-id, retry-after\r\n" in data
+            assert b"access-control-expose-headers: x-request-id, retry-after, x-unknown-fields\r\n" in data
         for origin in ("https://evil.org", "http://localhost"):
             data = await clients.http(get("/version", f"Origin: {origin}", bearer(KEY)))
             assert b"access-control" not in data

@@ -243,7 +243,7 @@ class Origins:
         origin = self._allowed_origin(request)
         if origin is None:
             return (vary,) if self._allowed else ()
-        exposed = (b"access-control-expose-headers", b"x-request-id, retry-after")
+        exposed = (b"access-control-expose-headers", b"x-request-id, retry-after, x-unknown-fields")
         return ((b"access-control-allow-origin", origin), exposed, vary)
 
     def preflight(self, request: HttpRequest, methods: Iterable[str]) -> HttpResponse | None:

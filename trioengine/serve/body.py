@@ -112,8 +112,9 @@ class Body:
         self._num_waiting += 1
         try:
             await trio.lowlevel.checkpoint_if_cancelled()
-            while self._sending:  # a keep-alive, or the rest of a piece
-                self._sent = trio.Event()
+            while self._sending:  # a keep-alive, another task's piece, or the rest of one
+                if self._sent.is_set():
+                    self._sent = trio.Event()
                 await self._sent.wait()
         finally:
             self._num_waiting -= 1

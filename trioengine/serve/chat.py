@@ -87,7 +87,7 @@ class _ChatCompletion:
         """Run the request, and return the completion in one piece."""
         async with self._generation(body) as generation:
             await generation.wait_settled()  # reading would wake this task for every token
-            completion = _finished(generation)
+            completion = finished(generation)
         num_logprobs = len(completion.logprobs or ()) * (1 + (self._params.logprobs or 0))
         render = partial(self._shape.whole, completion, self._tool_form)
         content = await in_thread_if(num_logprobs > MANY_LOGPROBS, self._engine.ports, render)
@@ -121,7 +121,7 @@ class _ChatCompletion:
                 await body.send(unsent + delta)
                 unsent = b""
                 generation.set_sink(sink.take_and_send)
-        await body.send(unsent + frames.end(_finished(generation)), is_last=True)
+        await body.send(unsent + frames.end(finished(generation)), is_last=True)
 
     @asynccontextmanager
     async def _generation(self, body: Body) -> AsyncIterator[Generation]:
@@ -138,7 +138,7 @@ class _ChatCompletion:
                             self._held.give_all_back()
                         yield generation
         except RequestRejected as exc:
-            raise _in_fields(exc, self._grammar_field) from None
+            raise in_fields(exc, {"prompt": "messages", "grammar": self._grammar_field}) from None
 
     def _open_session(self) -> Session:
         return self._engine.open_session(label=self._shape.id, wait=False, chat_template_kwargs=self._variables or None)
@@ -158,7 +158,7 @@ async def _send_with_calls(generation: Generation, frames: ChatFrames, parser: T
         if unsent:
             await body.send(unsent)
             unsent = b""
-    completion = _finished(generation)
+    completion = finished(generation)
     unsent += frames.parts(parser.finish(), None)
     await body.send(unsent + frames.end(completion, has_calls=parser.num_calls > 0), is_last=True)
 
@@ -187,9 +187,8 @@ class _Sink:
         return True
 
 
-def _in_fields(error: RequestRejected, grammar_field: str) -> RequestRejected:
-    """Return the error with the client's names in place of the engine's `prompt` and `grammar`."""
-    names = {"prompt": "messages", "grammar": grammar_field}
+def in_fields(error: RequestRejected, names: Mapping[str, str]) -> RequestRejected:
+    """Return the error with the client's names, by the engine's."""
     for name, field in names.items():
         if error.message.startswith(name):
             param = None if error.param is None else error.param.replace(name, field, 1)
@@ -197,7 +196,7 @@ def _in_fields(error: RequestRejected, grammar_field: str) -> RequestRejected:
     return error
 
 
-def _finished(generation: Generation) -> Completion:
+def finished(generation: Generation) -> Completion:
     """Return the completion of a request that is over. Raises EngineError or RequestAborted."""
     completion = generation.completion
     if completion.finish_reason is FinishReason.ABORT:

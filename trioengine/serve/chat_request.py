@@ -204,13 +204,21 @@ def _grammar(given: ChatCompletionRequest) -> Grammar | None:
         raise ClientError("invalid_value", message, param="structured_outputs")
     try:
         if outputs is not None:
-            return _structured(outputs)
+            return structured_grammar(outputs)
         if isinstance(form, JsonSchemaFormat):
             return Grammar.json_schema(form.json_schema.schema)
         return Grammar.json_object() if isinstance(form, JsonObjectFormat) else None
     except RequestRejected as exc:
         where = _grammar_field(given)
         raise ClientError(exc.code, f"{where}: {exc.message}", param=where) from None
+
+
+def structured_grammar(outputs: StructuredOutputs) -> Grammar:
+    """Return the grammar in vLLM's form. Raises ClientError."""
+    try:
+        return _structured(outputs)
+    except RequestRejected as exc:
+        raise ClientError(exc.code, f"structured_outputs: {exc.message}", param="structured_outputs") from None
 
 
 def _structured(outputs: StructuredOutputs) -> Grammar:

@@ -109,6 +109,11 @@ Messages: TypeAlias = Annotated[list[Message], Meta(min_length=1)]
 # ---- bodies --------------------------------------------------------------------------------------------------------
 
 
+_PROMPTS = Meta(
+    min_length=1, description="Texts, or lists of token ids, each of which is a prompt; or the token ids of one prompt."
+)
+
+
 class Sampling(Struct, kw_only=True):
     """Sampling parameters, by the names that OpenAI and vLLM have for them."""
 
@@ -214,6 +219,18 @@ class ChatCompletionRequest(Sampling, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID, description="for /abort_request")] | None = None
+
+
+class CompletionBody(Sampling, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: str | Annotated[list[str | _TokenId | Annotated[list[_TokenId], Meta(min_length=1)]], _PROMPTS]
+    model: str | None = None
+    max_tokens: Annotated[int, _bounds("max_tokens", "16 by default")] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    structured_outputs: StructuredOutputs | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID, description="for /abort_request")] | None = None
 
 

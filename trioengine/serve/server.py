@@ -24,6 +24,7 @@ from trioengine.serve.auth import Access, is_loopback, warn_of_short_keys
 from trioengine.serve.body import DisconnectCounter
 from trioengine.serve.chat import ChatCompletions
 from trioengine.serve.chat_request import check_model
+from trioengine.serve.completions import Completions
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.connection import ConnectionHandler, format_address
 from trioengine.serve.http import HttpRequest
@@ -119,6 +120,7 @@ class Server:
         return {
             **plain_routes(engine, self.metrics),
             "/v1/chat/completions": post(chat),
+            "/v1/completions": post(Completions(engine, model, self.in_flight, unknown_fields)),
             MODELS: get(models.list),
             f"{MODELS}/{BELOW}": get(models.retrieve),
             "/tokenize": post(tokenization.tokenize),

@@ -1,0 +1,69 @@
+"""The request of a completion: prompts as texts or token ids, and the parameters of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.serve.chat_request import HARMLESS, check_model, structured_grammar
+from trioengine.serve.errors import ClientError
+from trioengine.serve.parsing import load_body
+from trioengine.serve.reading import check_supported, read, sampling_params, unknown_names
+from trioengine.serve.requests import CompletionBody
+
+DEFAULT_MAX_TOKENS = 16  # as OpenAI has it
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {  # with the values that change nothing
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (),
+    "n": (1,),
+    "prompt_logprobs": (),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+}
+FIELDS = frozenset({*CompletionBody.__struct_encode_fields__, *HARMLESS, *_UNSUPPORTED})
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A request whose body was checked."""
+
+    prompts: Sequence[str | list[int]]
+    params: SamplingParams
+    stream: bool
+    include_usage: bool  # in a stream
+    request_id: str | None  # the client's own, for /abort_request
+    unknown: tuple[str, ...]  # fields that were passed over
+
+
+def parse_completion_request(body: bytes, model: str) -> CompletionRequest:
+    """Parse the body of a request to `model`, the only one. Raises ClientError."""
+    fields = load_body(body)
+    given = read(fields, CompletionBody)
+    check_model(given.model, model)
+    check_supported(fields, _UNSUPPORTED)
+    options = given.stream_options
+    if options is not None and not given.stream:
+        raise ClientError("invalid_value", "stream_options is for stream=true only", param="stream_options")
+    max_tokens = DEFAULT_MAX_TOKENS if given.max_tokens is None else given.max_tokens
+    grammar = None if given.structured_outputs is None else structured_grammar(given.structured_outputs)
+    return CompletionRequest(
+        prompts=_prompts(given.prompt),
+        params=sampling_params(given, max_tokens=max_tokens, grammar=grammar),
+        stream=bool(given.stream),
+        include_usage=options is not None and bool(options.include_usage),
+        request_id=given.request_id,
+        unknown=unknown_names(fields, FIELDS),
+    )
+
+
+def _prompts(given: str | list[Any]) -> Sequence[str | list[int]]:
+    """Return the prompts: one text or list of token ids, or a list of these, all of one kind. Raises ClientError."""
+    if isinstance(given, str):
+        return (given,)
+    kinds = {type(entry) for entry in given}
+    if len(kinds) != 1:
+        raise ClientError("invalid_type", "prompt must hold texts, token ids, or lists of token ids", param="prompt")
+    return (given,) if kinds == {int} else given
