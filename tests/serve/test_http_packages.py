@@ -99,6 +99,26 @@ async def test_openai_streaming():
         assert (usage.choices, usage.usage.completion_tokens) == ([], 5)
 
 
+async def test_openai_completes_prompts():
+    prompts = ["to be", "or not"]
+
+    def ask(client):
+        fields = {"model": "toy", "prompt": prompts, "temperature": 0, "max_tokens": 5, "extra_body": EXTRA}
+        whole = client.completions.create(**fields)
+        texts = ["", ""]
+        for event in client.completions.create(stream=True, **fields):
+            for choice in event.choices:
+                texts[choice.index] += choice.text
+        return whole, texts
+
+    async with running() as server:
+        whole, texts = await in_thread(ask, server)
+        tokenizer = server.engine.tokenizer
+        expected = [tokenizer.decode(toy_answer(tokenizer.encode(each), 5, ignore_eos=True)) for each in prompts]
+        assert [choice.text for choice in whole.choices] == texts == expected
+        assert whole.usage.completion_tokens == 10
+
+
 async def test_openai_accumulates_a_stream():
     """Its own helper, which is strict about what comes in which order."""
 

@@ -174,7 +174,7 @@ async def test_an_unknown_field_of_an_event(autojump_clock, clients, name, field
 
 ROUTES = [
     ("/chat/completions", "/v1/chat/completions"),
-    ("/v1/complete", "/v1/chat/completions"),
+    ("/v1/complete", "/v1/completions"),
     ("/tokenise", "/tokenize"),
     ("/v1/real-time", "/v1/realtime"),
 ]
