@@ -19,7 +19,7 @@ PATTERNS = (
     "^v[0-9]+\\.[0-9]+$",
     "^[^/]*$",
 )
-WORDS = ("id", "name", "size", "größe", "tags", "kind", "a b", 'quo"te', "x/y", "back\\slash", "", "items", "type", "$ref")
+WORDS = ("id", "name", "size", "größe", "tags", "kind", "a b", 'quo"te', "x/y", "back\\slash", "", "type", "$ref")
 VALUES: tuple[Any, ...] = ("red", "dark blue", "ä\n", "", 0, -7, 2.5, 1e3, True, False, None, [1, "a"], {"k": [None]})
 FEW = 3
 
