@@ -101,7 +101,7 @@ NO_GRAMMARS = [
     (lambda: Grammar.choice([]), "choices must be a list of at least one text"),
     (lambda: Grammar.choice(["a", 1]), "choices must be strings"),
     (lambda: Grammar.lark(" "), "a grammar must be a text, got ' '"),
-    (lambda: Grammar.regex("a" * (1 << 18)), "the grammar has 262189 characters; at most 262144 are accepted"),
+    (lambda: Grammar.regex("a" * (1 << 18)), "the grammar has 262189 characters; at most 65536 are accepted"),
     (lambda: Grammar.json_schema(nested(65)), "the schema is nested deeper than 64 levels"),
     (lambda: SamplingParams(grammar="a"), "grammar must be a Grammar, got 'a'"),
 ]
@@ -145,3 +145,18 @@ async def test_a_known_grammar_is_not_checked_again(autojump_clock, simulated, m
 
     monkeypatch.setattr(engine.runtime.grammars._ports.__class__, "run_in_thread", fail, raising=False)
     assert (await ask(engine, Grammar.json_schema(SCHEMA))).finish_reason is FinishReason.STOP
+
+
+async def test_a_grammar_that_fails_during_the_answer_ends_its_request_alone(autojump_clock, simulated):
+    """Objects without an end: each has to hold another one."""
+    engine, simulation = simulated
+    endless = Grammar.json_schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]})
+    pid = simulation.worker.pid
+    async with engine.open_session() as session, session.generate("hello", max_tokens=100) as other:
+        with pytest.raises(RequestRejected, match=r"^grammar: it is too complex; use fewer") as failed:
+            await ask(engine, endless)
+        assert failed.value.code == "invalid_grammar"
+        await other.result()
+    assert simulation.worker.pid == pid
+    await engine.check_invariants()
+    assert (await ask(engine, PERSON)).finish_reason is FinishReason.STOP

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from trioengine import EngineConfig, InvalidConfig
+from trioengine import EngineConfig, Grammar, InvalidConfig
 from trioengine.cli.bench import offline
-from trioengine.cli.bench.offline import OfflineRun, check_work, run
+from trioengine.cli.bench.offline import STRUCTURE, OfflineRun, check_work, run
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulation import DEFAULT_LIMITS
 
@@ -43,3 +43,9 @@ def test_the_table_says_its_units(monkeypatch, capsys):
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert (rows["seconds"], rows["output_tps"], rows["ttft_p99"]) == ("2.0 s", "6.0 tokens/s", "0.2 s")
     assert (rows["tpot_median"], rows["prompt_len"], rows["requests"]) == ("0.3 s a token", "5 tokens", "3")
+
+
+async def test_structured_answers_do_not_end_early(autojump_clock):
+    async with simulated_engine() as (engine, _):
+        figures = await run(engine, 3, 8, 300, grammar=Grammar.json_schema(STRUCTURE))
+        assert figures.output_tps * figures.seconds == pytest.approx(3 * 300)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from trioengine.core.grammar import GrammarFailed
 from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.worker.runner.sampling import _first_above, best_tokens, process_row, sample, uniform
@@ -318,3 +319,57 @@ def test_a_running_sum_that_means_nothing_gives_a_place_within_it(place):
 
 def test_nothing_to_sample():
     assert sample(torch.empty(0, VOCAB), []) == []
+
+
+class Allows:
+    """A constraint that allows these tokens; none: its grammar has failed."""
+
+    is_complete = False
+
+    def __init__(self, *tokens):
+        self._tokens = tokens
+
+    def advance(self, output):
+        pass
+
+    def allowed(self):
+        if not self._tokens:
+            raise GrammarFailed("it is too complex")
+        mask = bytearray(36)  # of 288 tokens; those beyond are forbidden
+        for token in self._tokens:
+            mask[token // 8] |= 1 << token % 8
+        return bytes(mask)
+
+
+def constrained(constraint, **params):
+    made = sequence(**params)
+    made.constraint = constraint
+    return made
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("free", [0, 2])
+def test_grammars_allow_tokens_of_their_rows_alone(temperature, free):
+    sequences = [constrained(Allows(4), temperature=temperature), constrained(Allows(9, 287), temperature=temperature)]
+    sequences += [sequence(temperature=0.0)] * free
+    rows = logits(*[{5: 1.0, 287: 9.0, 299: 50.0}] * len(sequences))
+    before = rows.clone()
+    assert [row.token_ids[0] for row in sample(rows, sequences)] == [4, 287, 299, 299][: len(sequences)]
+    assert torch.equal(rows, before)
+
+
+def test_a_grammar_allows_after_everything_else():
+    """Bias cannot bring back a token, and log-probabilities are of the raw logits."""
+    (token,) = sample(logits({5: 1.0}), [constrained(Allows(4), logit_bias={9: 100.0}, min_tokens=3, logprobs=1)])
+    assert list(token.logprobs[0]) == [4, 5]
+    (none,) = sample(logits({5: 1.0}), [constrained(Allows(EOS), min_tokens=3)])
+    assert none.code == "no_token_left"
+
+
+def test_a_grammar_that_fails_ends_its_request_alone():
+    sequences = [sequence(request=1), constrained(Allows(), request=2), constrained(Allows(6), request=3)]
+    first, second, third = sample(logits({5: 1.0}, {5: 1.0}, {5: 1.0}), sequences)
+    assert (first.token_ids[0], third.token_ids[0]) == (5, 6)
+    assert (second.request, second.code, second.message) == (2, "invalid_grammar", "grammar: it is too complex")
+    (alone,) = sample(logits({5: 1.0}), [constrained(Allows(), request=2)])
+    assert alone == second

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trioengine.core.errors import RequestRejected
+from trioengine.core.grammar_limits import check_lark, check_schema, check_size, invalid
 from trioengine.core.wording import brief
 
-MAX_GRAMMAR_SIZE = 1 << 18  # characters
-MAX_DEPTH = 64  # of a schema; the compiler refuses deeper ones only when it has parsed them
+
+class GrammarFailed(Exception):
+    """A grammar turns out to be too complex while an answer follows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,12 @@ class Grammar:
         return cls._of({"json_schema": _checked_schema(schema)})
 
     @classmethod
-    def schema_json(cls, schema: Mapping[str, Any]) -> str:
-        """Return the schema as it follows `%json` in a grammar of `lark`."""
-        return _dumped(_checked_schema(schema))
+    def json_between(cls, schema: Mapping[str, Any], begin: str, end: str, *, is_single: bool) -> Grammar:
+        """JSON that is valid by the schema, between two texts; on several lines as well unless `is_single`."""
+        value = _dumped(_checked_schema(schema))
+        one = f"{json.dumps(begin)} value {json.dumps(end)}" if begin or end else "value"
+        several = one if is_single else f'{one} ("\\n" {one})*'
+        return cls._of({"lark_grammar": f"start: {several}\nvalue: %json {value}"})
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -44,7 +48,7 @@ class Grammar:
     def regex(cls, pattern: str) -> Grammar:
         """A text that the regular expression matches as a whole, in the syntax of Rust's regex."""
         if not isinstance(pattern, str):
-            raise _invalid(f"a regular expression must be a string, got {brief(pattern)}")
+            raise invalid(f"a regular expression must be a string, got {brief(pattern)}")
         escaped = _PIECE.sub(lambda piece: _ESCAPED.get(piece[0], piece[0]), pattern)
         return cls._of({"lark_grammar": f"start: /{escaped}/"})
 
@@ -52,23 +56,23 @@ class Grammar:
     def choice(cls, choices: Sequence[str]) -> Grammar:
         """One of these texts."""
         if isinstance(choices, str) or not isinstance(choices, Sequence) or not choices or "" in choices:
-            raise _invalid(f"choices must be a list of at least one text, and none empty, got {brief(choices)}")
+            raise invalid(f"choices must be a list of at least one text, and none empty, got {brief(choices)}")
         if not all(isinstance(choice, str) for choice in choices):
-            raise _invalid(f"choices must be strings, got {brief(choices)}")
+            raise invalid(f"choices must be strings, got {brief(choices)}")
         return cls._of({"lark_grammar": "start: " + " | ".join(map(json.dumps, choices))})
 
     @classmethod
     def lark(cls, grammar: str) -> Grammar:
         """A text by a grammar in llguidance's variant of Lark's syntax, whose first rule is `start`."""
         if not isinstance(grammar, str) or not grammar.strip():
-            raise _invalid(f"a grammar must be a text, got {brief(grammar)}")
+            raise invalid(f"a grammar must be a text, got {brief(grammar)}")
+        check_lark(grammar)
         return cls._of({"lark_grammar": grammar})
 
     @classmethod
     def _of(cls, grammar: Mapping[str, Any]) -> Grammar:
         source = _dumped({"grammars": [grammar]})
-        if len(source) > MAX_GRAMMAR_SIZE:
-            raise _invalid(f"the grammar has {len(source)} characters; at most {MAX_GRAMMAR_SIZE} are accepted")
+        check_size(source)
         return cls(source)
 
 
@@ -80,8 +84,8 @@ _GUIDANCE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible
 
 def _checked_schema(schema: object) -> Mapping[str, Any]:
     if not isinstance(schema, Mapping):
-        raise _invalid(f"a schema must be an object, got {brief(schema)}")
-    _check_depth(schema)
+        raise invalid(f"a schema must be an object, got {brief(schema)}")
+    check_schema(schema)
     return {"x-guidance": _GUIDANCE, **schema}
 
 
@@ -89,22 +93,4 @@ def _dumped(grammar: Mapping[str, Any]) -> str:
     try:
         return json.dumps(grammar)
     except (TypeError, ValueError) as exc:
-        raise _invalid(f"the grammar is not JSON: {exc}") from None
-
-
-def _check_depth(schema: Any) -> None:
-    """Raise RequestRejected for deeper nesting. Iterative, because recursion is the danger to guard against."""
-    level = [schema]
-    for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, Mapping) else parent)
-            if isinstance(child, Mapping | list | tuple)
-        ]
-    if level:
-        raise _invalid(f"the schema is nested deeper than {MAX_DEPTH} levels")
-
-
-def _invalid(message: str) -> RequestRejected:
-    return RequestRejected("invalid_grammar", message, param="grammar")
+        raise invalid(f"the grammar is not JSON: {exc}") from None

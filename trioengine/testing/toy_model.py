@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from trioengine.core.errors import ModelError
-from trioengine.core.grammar import Grammar
+from trioengine.core.grammar import Grammar, GrammarFailed
 from trioengine.core.image import ImageInfo, ImageProcessing
 from trioengine.core.messages import SAMPLING_FAILED
 from trioengine.core.power import ALL_TAGS, Tag
@@ -23,6 +23,7 @@ from trioengine.hub.model_info import ModelFormat, ModelInfo
 from trioengine.testing.step_watch import StepWatch
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
+from trioengine.worker.scheduling.grammars import INVALID_GRAMMAR
 from trioengine.worker.scheduling.images import DecodedImage, ImageError, Tile, TileShape
 from trioengine.worker.scheduling.sequence import (
     BlockCopy,
@@ -319,7 +320,11 @@ class ToyRunner:
             values = array("L", map(self._slots.__getitem__, slots))
             token_id, top = toy_next(values), sequence.params.logprobs
             if sequence.constraint is not None:
-                token_id = toy_allowed(token_id, sequence.constraint.allowed())
+                try:
+                    token_id = toy_allowed(token_id, sequence.constraint.allowed())
+                except GrammarFailed as exc:
+                    sampled.append(sequence.failure(INVALID_GRAMMAR, f"grammar: {exc}"))
+                    continue
             sampled.append(sequence.row(token_id, None if top is None else toy_logprobs(token_id, top)))
         self.num_steps += 1
         self.num_computed += output.num_tokens

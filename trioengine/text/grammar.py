@@ -5,6 +5,7 @@ Compiling is bounded by LIMITS; a grammar beyond them is refused. Compiling and 
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -12,16 +13,21 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from trioengine.core.errors import RequestRejected
-from trioengine.core.grammar import Grammar
+from trioengine.core.grammar import Grammar, GrammarFailed
+from trioengine.core.grammar_limits import invalid
 from trioengine.core.wording import excerpt
 from trioengine.text.tokenizer import Tokenizer
 
-LIMITS = LLParserLimits(verbose_errors=False)
+LIMITS = LLParserLimits(
+    max_items_in_row=8_000,
+    initial_lexer_fuel=200_000,
+    max_grammar_size=100_000,
+    step_lexer_fuel=20_000,
+    step_max_items=20_000,
+    verbose_errors=False,
+)
 _KEPT = 64  # compiled grammars
-
-
-class MatcherFailed(Exception):
-    """A grammar goes beyond the limits while an answer follows it."""
+_TOO_COMPLEX = re.compile(r"fuel|limit|too (?:big|large|many|complex)|current row has|max is", re.IGNORECASE)
 
 
 def check_grammar(grammar: Grammar) -> None:
@@ -32,7 +38,14 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def _invalid(message: str) -> RequestRejected:
-    return RequestRejected("invalid_grammar", f"grammar: {excerpt(message)}", param="grammar")
+    return invalid(f"grammar: {_describe(message)}")
+
+
+def _describe(message: str) -> str:
+    """Return the compiler's message in the words of its user, to whom the names of its limits mean nothing."""
+    if _TOO_COMPLEX.search(message):
+        return "it is too complex; use fewer or simpler patterns, alternatives and repetitions"
+    return "nothing can match it" if message.startswith("NoExtension") else excerpt(message)
 
 
 class Compiler:
@@ -49,6 +62,9 @@ class Compiler:
         matcher = self._compiled.get(grammar.source)
         if matcher is None:
             matcher = LLMatcher(self._tokens, grammar.source, log_level=0, limits=LIMITS)
+            if matcher.is_error():
+                raise _invalid(matcher.get_error())
+            matcher.compute_bitmask()  # the slowest one, and the only one of grammars that are too complex or empty
             if matcher.is_error():
                 raise _invalid(matcher.get_error())
             self._compiled[grammar.source] = matcher
@@ -95,8 +111,8 @@ class Matcher:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def allowed(self) -> bytes:
-        """The tokens that may come next: a bit for each, the first token's lowest. Raises MatcherFailed."""
+        """The tokens that may come next: a bit for each, the first token's lowest. Raises GrammarFailed."""
         mask = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise MatcherFailed(excerpt(self._matcher.get_error()))
+            raise GrammarFailed(_describe(self._matcher.get_error()))
         return mask

@@ -31,11 +31,8 @@ class ToolForm:
 
         A tool is {"name": …, "parameters": a schema or nothing}. Raises RequestRejected(code="invalid_grammar").
         """
-        schema = Grammar.schema_json({"anyOf": [self._schema(tool) for tool in tools]})
-        begin, end = json.dumps(self.begin), json.dumps(self.end)
-        one = f"{begin} call {end}" if self.begin else "call"
-        many = one if is_single or not self.begin else f'{one} ("\\n" {one})*'
-        return Grammar.lark(f"start: {many}\ncall: %json {schema}")
+        schema = {"anyOf": [self._schema(tool) for tool in tools]}
+        return Grammar.json_between(schema, self.begin, self.end, is_single=is_single or not self.begin)
 
     def _schema(self, tool: dict[str, Any]) -> dict[str, Any]:
         properties = {"name": {"const": tool["name"]}, self.arguments: tool.get("parameters") or {"type": "object"}}

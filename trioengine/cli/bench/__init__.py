@@ -44,6 +44,7 @@ def offline_command(
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
     repeat: Annotated[int, typer.Option(min=1, help="Runs; the median is reported.")] = 3,
+    structured: Annotated[bool, typer.Option("--structured", help="Answers are JSON that follows a schema.")] = False,
     json: Json = False,
     enable_prefix_caching: Annotated[
         bool,
@@ -60,7 +61,7 @@ def offline_command(
     from trioengine.cli.bench.offline import bench_offline
 
     config = build(EngineConfig, fields, model=model, enable_prefix_caching=enable_prefix_caching)
-    bench_offline(config, requests, prompt_len, output_len, repeat=repeat, as_json=json)
+    bench_offline(config, requests, prompt_len, output_len, repeat=repeat, as_json=json, structured=structured)
 
 
 @bench_command("payload")

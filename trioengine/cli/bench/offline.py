@@ -15,9 +15,27 @@ from trioengine.cli.bench.report import percentile
 from trioengine.cli.progress import progress_bars
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import InvalidConfig
+from trioengine.core.grammar import Grammar
 from trioengine.core.sampling_params import SamplingParams
 
 WARM_UP = (4, 16, 16)  # requests, prompt length, output length, each at most
+STRUCTURE = {  # of answers that do not end by themselves: a list of many objects
+    "type": "array",
+    "minItems": 1_000_000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string", "format": "uuid"},
+            "title": {"type": "string", "maxLength": 80},
+            "price": {"type": "number", "minimum": 0, "maximum": 1000},
+            "kind": {"enum": ["book", "film", "song", "play"]},
+            "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{2,12}$"}, "maxItems": 4},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        },
+        "required": ["id", "title", "price", "kind", "tags"],
+        "additionalProperties": False,
+    },
+}
 UNITS = {  # of the table's figures
     "prompt_len": "tokens",
     "output_len": "tokens",
@@ -50,10 +68,18 @@ class _Timing(NamedTuple):
 
 
 def bench_offline(
-    config: EngineConfig, requests: int, prompt_len: int, output_len: int, *, repeat: int, as_json: bool
+    config: EngineConfig,
+    requests: int,
+    prompt_len: int,
+    output_len: int,
+    *,
+    repeat: int,
+    as_json: bool,
+    structured: bool = False,
 ) -> None:
     """Print the run whose throughput is the median of all."""
-    runs, dtype = trio.run(_bench, config, (requests, prompt_len, output_len), repeat)
+    grammar = Grammar.json_schema(STRUCTURE) if structured else None
+    runs, dtype = trio.run(_bench, config, (requests, prompt_len, output_len), repeat, grammar)
     median = sorted(runs, key=lambda run: run.output_tps)[len(runs) // 2]
     figures = {key: round(value, 4) for key, value in asdict(median).items()}
     every = [round(run.output_tps, 1) for run in runs]
@@ -63,6 +89,7 @@ def bench_offline(
         "model": config.model,
         "dtype": dtype,
         **work,
+        **({"structured": True} if structured else {}),
         **figures,
         "output_tps_of_runs": every,
     }
@@ -72,12 +99,14 @@ def bench_offline(
         print("\n".join(f"{key:20} {value} {UNITS.get(key, '')}".rstrip() for key, value in report.items()))
 
 
-async def _bench(config: EngineConfig, work: tuple[int, int, int], repeat: int) -> tuple[list[OfflineRun], str]:
+async def _bench(
+    config: EngineConfig, work: tuple[int, int, int], repeat: int, grammar: Grammar | None
+) -> tuple[list[OfflineRun], str]:
     with progress_bars() as bars:
         async with open_engine(config, on_progress=bars.download, on_load=bars.loading) as engine:
             check_work(engine, *work)
-            await run(engine, *map(min, WARM_UP, work))
-            return [await run(engine, *work) for _ in range(repeat)], engine.limits.dtype
+            await run(engine, *map(min, WARM_UP, work), grammar=grammar)
+            return [await run(engine, *work, grammar=grammar) for _ in range(repeat)], engine.limits.dtype
 
 
 def check_work(engine: Engine, requests: int, prompt_len: int, output_len: int) -> None:
@@ -87,11 +116,13 @@ def check_work(engine: Engine, requests: int, prompt_len: int, output_len: int) 
         raise InvalidConfig(f"--prompt-len {prompt_len} and --output-len {output_len}: the context has {limit} tokens")
 
 
-async def run(engine: Engine, requests: int, prompt_len: int, output_len: int) -> OfflineRun:
+async def run(
+    engine: Engine, requests: int, prompt_len: int, output_len: int, *, grammar: Grammar | None = None
+) -> OfflineRun:
     """Send all requests at once, and measure until all are answered."""
     rng = random.Random(0)
     last = min(49_000, engine.tokenizer.tokenizer.vocab_size)
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, grammar=grammar)
     timings: list[_Timing] = []
 
     async def ask(prompt: list[int]) -> None:

@@ -12,14 +12,18 @@ The number drawn for a token depends on the seed and the token's position alone:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from trioengine.core.messages import NO_TOKEN_LEFT, SAMPLING_FAILED
+from trioengine.core.grammar import GrammarFailed
+from trioengine.core.messages import NO_TOKEN_LEFT, SAMPLING_FAILED, RequestFailed
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Logprobs
+from trioengine.worker.scheduling.grammars import INVALID_GRAMMAR
 from trioengine.worker.scheduling.sequence import Sampled, Sequence
 
 GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
@@ -27,7 +31,6 @@ NOT_FINITE = "logits are not finite"
 NOTHING_LEFT = "the parameters leave no token to choose"
 
 _BUCKET = 256  # tokens
-_BITS = torch.arange(8, dtype=torch.uint8)
 _CANDIDATES = 256  # the nucleus is looked for among that many first; all are sorted only where it is larger
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -45,13 +48,45 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
         return _rows(sequences, token_ids.tolist(), _checked(best, best), [None] * len(sequences))
     raw = logits.float()
     changed = [row for row, sequence in enumerate(sequences) if changes_logits(sequence)]
-    processed = raw.clone() if changed else raw
+    masks, failures = _masks(sequences)
+    processed = raw.clone() if changed or masks else raw
     for row in changed:
         process_row(processed[row], sequences[row])
+    if masks:
+        _allow(processed, masks)
     best, token_ids = best_tokens(processed)
     _draw_all(processed, best, token_ids, sequences)
-    checked = _checked(best, raw.amax(dim=-1) if changed else best)
-    return _rows(sequences, token_ids.tolist(), checked, _logprobs(raw, token_ids, sequences))
+    checked = _checked(best, best if processed is raw else best_tokens(raw)[0])
+    rows = _rows(sequences, token_ids.tolist(), checked, _logprobs(raw, token_ids, sequences))
+    return [failures.get(row, sampled) for row, sampled in enumerate(rows)]
+
+
+def _masks(sequences: list[Sequence]) -> tuple[dict[int, bytes], dict[int, RequestFailed]]:
+    """The tokens that grammars allow, by row, and the rows whose grammars fail."""
+    masks: dict[int, bytes] = {}
+    failures: dict[int, RequestFailed] = {}
+    for row, sequence in enumerate(sequences):
+        if sequence.constraint is not None:
+            try:
+                masks[row] = sequence.constraint.allowed()
+            except GrammarFailed as exc:
+                failures[row] = sequence.failure(INVALID_GRAMMAR, f"grammar: {exc}")
+    return masks, failures
+
+
+def _allow(logits: Tensor, masks: Mapping[int, bytes]) -> None:
+    """Forbid all tokens of these rows but those of their masks, equally long: a bit for each, the first one's lowest.
+
+    Tokens beyond the masks are forbidden.
+    """
+    packed = np.frombuffer(b"".join(masks.values()), dtype=np.uint8).reshape(len(masks), -1)
+    allowed = torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little", count=logits.shape[1]).view(np.bool_))
+    forbidden = allowed.logical_not_().to(logits.device)  # [num_masks, vocab_size]
+    if len(masks) == len(logits):
+        logits.masked_fill_(forbidden, float("-inf"))
+    else:
+        rows = torch.tensor(list(masks), device=logits.device)
+        logits[rows] = logits[rows].masked_fill_(forbidden, float("-inf"))
 
 
 def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +106,8 @@ def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _is_plain(sequence: Sequence) -> bool:
     params = sequence.params
-    return params.temperature < GREEDY_BELOW and params.logprobs is None and not changes_logits(sequence)
+    is_free = sequence.constraint is None and not changes_logits(sequence)
+    return params.temperature < GREEDY_BELOW and params.logprobs is None and is_free
 
 
 def _checked(best: Tensor, raw_best: Tensor) -> list[float]:
@@ -158,8 +194,7 @@ def _logprobs(raw: Tensor, ids: Tensor, sequences: list[Sequence]) -> list[Logpr
 def changes_logits(sequence: Sequence) -> bool:
     """Whether `process_row` would do anything."""
     params = sequence.params
-    has_grammar = sequence.constraint is not None
-    return bool(params.logit_bias) or _bans_stops(sequence) or _has_penalties(params) or has_grammar
+    return bool(params.logit_bias) or _bans_stops(sequence) or _has_penalties(params)
 
 
 def process_row(logits: Tensor, sequence: Sequence) -> None:
@@ -174,17 +209,6 @@ def process_row(logits: Tensor, sequence: Sequence) -> None:
         logits[[token_id for token_id in banned if token_id < vocab_size]] = float("-inf")
     if _has_penalties(params):
         _penalize(logits, sequence)
-    if sequence.constraint is not None:
-        _allow(logits, sequence.constraint.allowed())
-
-
-def _allow(logits: Tensor, tokens: bytes) -> None:
-    """Forbid all tokens of a row but these: a bit for each, the first token's lowest; those beyond are forbidden."""
-    bits = torch.frombuffer(bytearray(tokens), dtype=torch.uint8)
-    allowed = (bits[:, None] >> _BITS) & 1  # [num_bytes, 8]
-    allowed = allowed.flatten()[: len(logits)].bool().to(logits.device)
-    logits[: len(allowed)].masked_fill_(~allowed, float("-inf"))
-    logits[len(allowed) :] = float("-inf")
 
 
 def _bans_stops(sequence: Sequence) -> bool:

@@ -36,7 +36,7 @@ class Constraint(Protocol):
         ...
 
     def allowed(self) -> bytes:
-        """The tokens that may come next: a bit for each, the first token's lowest. Raises GrammarError."""
+        """The tokens that may come next: a bit for each, the first token's lowest. Raises GrammarFailed."""
         ...
 
 
