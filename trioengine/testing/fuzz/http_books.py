@@ -32,6 +32,7 @@ class Request(NamedTuple):
     target: str
     body: bytes = b""
     key: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(eq=False)

@@ -78,6 +78,7 @@ class HttpClient(SimulatedPeer):
         headers = [("host", "localhost"), ("x-request-id", chosen_id)]
         if request.key is not None:
             headers.append(("authorization", f"Bearer {request.key}"))
+        headers += request.headers
         if request.method == "POST":
             is_chunked = framing == "chunked"
             length = ("transfer-encoding", "chunked") if is_chunked else ("content-length", str(len(request.body)))
