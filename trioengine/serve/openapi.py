@@ -111,16 +111,24 @@ def _responses(key: str, operation: Operation, more: tuple[int, ...]) -> Json:
         is_error = status in shown
         schema = {"anyOf": [_ref(struct), _ref(ErrorBody)]} if is_error else _ref(struct)
         shown[status] = _response(status, {"application/json": {"schema": schema}})
-    content = {text: {"schema": {"type": "string"}} for text in operation.texts}
+    content: Json = {text: {"schema": {"type": "string"}} for text in operation.texts}
     if operation.events is not None:
-        schema = {"anyOf": [_ref(operation.events), _ref(ErrorBody)]}
-        events = {"type": "string", "description": _STREAM, "contentMediaType": "text/event-stream"}
-        content["text/event-stream"] = {"schema": {**events, "contentSchema": schema}}
+        content["text/event-stream"] = {"schema": _events(operation.events)}
     if content:
         shown.setdefault(200, _response(200, {}))["content"].update(content)
     if key == REALTIME:
         shown[101] = {"description": "The connection becomes a WebSocket."}
     return {str(status): shown[status] for status in sorted(shown)}
+
+
+def _events(struct: type[Struct]) -> Json:
+    content = {"anyOf": [_ref(struct), _ref(ErrorBody)]}
+    return {
+        "type": "string",
+        "description": _STREAM,
+        "contentMediaType": "text/event-stream",
+        "contentSchema": content,  # of the JSON in an event
+    }
 
 
 def _response(status: int, content: Json) -> Json:

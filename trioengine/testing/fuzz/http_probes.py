@@ -146,13 +146,11 @@ def _counts(*token_ids: int, strings: list[str] | None = None) -> Callable[[Any]
 _RENDERED = list(prompt_ids((("user", "a"),)))
 PROBES: Mapping[str, Probe] = {
     "home": _get("/", None, content_type=TEXT),
-    "page": Probe(
-        Request("GET", "/", headers=(("accept", "text/html,*/*;q=0.8"),)), content_type=HTML, check=_check_page
-    ),
+    "page": Probe(Request("GET", "/", accept="text/html,*/*;q=0.8"), content_type=HTML, check=_check_page),
     "docs": _get("/docs", None, content_type=HTML, check=_check_page),
     "description": _get("/openapi.json", None, check=_check_description),
     "other header of a key": Probe(
-        Request("GET", "/version", headers=(("x-api-key", KEYS[0]),)), check=_equals({"version": __version__})
+        Request("GET", "/version", key=KEYS[0], key_header="x-api-key"), check=_equals({"version": __version__})
     ),
     "version": _get("/version", check=_equals({"version": __version__})),
     "models": _get("/v1/models", check=_check_models),
