@@ -44,7 +44,7 @@ class Described:
             *events, done = events_of(answer.body)
             assert done == "[DONE]" and events
             for event in events:
-                self.check_json(schema["contentSchema"], event)
+                self.check_json(schema["properties"]["data"]["anyOf"][0]["contentSchema"], event)
         self.seen.add((operation["operationId"], answer.status, kind))
         return answer
 

@@ -4,11 +4,11 @@ import base64
 import hashlib
 import re
 import shutil
-import subprocess
 from html import escape
 from html.parser import HTMLParser
 
 import pytest
+import trio
 from helpers.clients import open_clients
 
 from trioengine import __version__
@@ -121,7 +121,7 @@ async def test_the_script_of_the_page_is_javascript(autojump_clock, clients, tmp
     page = Page((await clients.request("GET", "/docs")).body.decode())
     path = tmp_path / "page.mjs"
     path.write_text("".join(page.inline["script"]))
-    subprocess.run(["node", "--check", path], check=True, timeout=60)
+    await trio.run_process(["node", "--check", path])
 
 
 # ---- the first page -------------------------------------------------------------------------------------------------

@@ -111,9 +111,14 @@ def _type(schema: Json) -> str:
         case "object" if isinstance(schema.get("additionalProperties"), dict):
             values = _type(schema["additionalProperties"])
             return f"object, each value {values}{_range(schema, 'minProperties', 'maxProperties', 'members')}"
+        case "object" if "properties" in schema:
+            members = "; ".join(
+                f"<code>{_text(name)}</code>: {_type(each)}" for name, each in schema["properties"].items()
+            )
+            return f"object ({members})"
         case "string":
             if "contentSchema" in schema:
-                return f"events, each {_type(schema['contentSchema'])}"
+                return f"JSON: {_type(schema['contentSchema'])}"
             return "string" + _range(schema, "minLength", "maxLength", "characters")
         case str(kind):
             return kind + _range(schema, "minimum", "maximum")

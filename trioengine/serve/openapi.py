@@ -50,7 +50,7 @@ _OF_EVERY_ROUTE = (400, 403, 408, 413, 415, 431, 500, 501, 503)
 _OF_A_KEY = (401, 429)
 _RETRIED = (429, 503)
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
-_STREAM = "Events: each is `data: ` and JSON, and the last is `data: [DONE]`. An error after the first is an event."
+_STREAM = "An event. The data of the last one is `[DONE]`, not JSON. An error after the first one is an event as well."
 
 
 def describe(routes: Routes, *, has_keys: bool) -> Json:
@@ -122,13 +122,11 @@ def _responses(key: str, operation: Operation, more: tuple[int, ...]) -> Json:
 
 
 def _events(struct: type[Struct]) -> Json:
+    """Return the schema of one event, with the members that OpenAPI 3.2 gives to it."""
     content = {"anyOf": [_ref(struct), _ref(ErrorBody)]}
-    return {
-        "type": "string",
-        "description": _STREAM,
-        "contentMediaType": "text/event-stream",
-        "contentSchema": content,  # of the JSON in an event
-    }
+    chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
+    data = {"anyOf": [chunk, {"enum": ["[DONE]"]}]}
+    return {"type": "object", "description": _STREAM, "properties": {"data": data}, "required": ["data"]}
 
 
 def _response(status: int, content: Json) -> Json:
