@@ -25,14 +25,11 @@ def post(*lines, body=b""):
 
 
 TARGETS = [
-    ("//x/health", "one slash"),
-    ("//health", "one slash"),
     ("/health#x", "fragment"),
     ("/health?a=1#x", "fragment"),
     ("http://evil/health", "Host"),
     ("http://evil@localhost/health", "Host"),
     ("http://localhost:81/health", "Host"),
-    ("http://localhost//health", "one slash"),
     ("http://localhost/health#x", "fragment"),
     ("http:/health", "path"),
     ("ftp://localhost/health", "path"),
@@ -48,6 +45,14 @@ async def test_a_target_that_is_refused(autojump_clock, target, reason):
         status, body = status_and_body(await clients.http(head(target)))
         assert (status, body["error"]["code"]) == (400, "bad_request")
         assert reason in body["error"]["message"]
+
+
+@pytest.mark.parametrize("target", ["//health", "//x/health", "http://localhost//health", "//"])
+async def test_a_path_of_two_slashes_has_no_authority(autojump_clock, target):
+    async with open_clients() as clients:
+        status, body = status_and_body(await clients.http(head(target)))
+        assert (status, body["error"]["code"]) == (404, "not_found")
+        assert body["error"]["message"].startswith(f"no route '{target.removeprefix('http://localhost')}'")
 
 
 @pytest.mark.parametrize("method", ["OPTIONS *", "CONNECT localhost:80"])

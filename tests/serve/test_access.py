@@ -43,6 +43,14 @@ CREDENTIALS = [
     ((f"Authorization: {KEY}",), 401),
     ((bearer("s\xe9cret"),), 401),
     ((bearer(KEY), bearer("wrong")), 401),
+    ((f"X-Api-Key: {KEY}",), 200),
+    ((f"x-api-key: {ADMIN}",), 200),
+    ((f"X-Api-Key: Bearer {KEY}",), 401),
+    (("X-Api-Key: wrong",), 401),
+    (("X-Api-Key:",), 401),
+    ((f"X-Api-Key: {KEY}", f"X-Api-Key: {KEY}"), 401),
+    ((f"X-Api-Key: {KEY}", bearer("wrong")), 401),
+    ((bearer(KEY), "X-Api-Key: wrong"), 200),
     ((f"Sec-WebSocket-Protocol: realtime, openai-insecure-api-key.{KEY}",), 401),
 ]
 
@@ -59,8 +67,8 @@ async def test_a_route_needs_a_key(autojump_clock, headers, status):
 
 
 SAID = [
-    (None, Role.USER, "this needs a key, in the header Authorization: Bearer KEY"),
-    (None, Role.OPERATOR, "this needs a key, in the header Authorization: Bearer KEY"),
+    (None, Role.USER, "this needs a key, in the header Authorization: Bearer KEY or X-Api-Key: KEY"),
+    (None, Role.OPERATOR, "this needs a key, in the header Authorization: Bearer KEY or X-Api-Key: KEY"),
     ("wrong", Role.USER, "this key is not accepted"),
     ("wrong", Role.OPERATOR, "this key is not accepted"),
 ]

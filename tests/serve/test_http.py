@@ -1,16 +1,19 @@
 """The HTTP routes and the limits of the front door."""
 
 import dataclasses
+import gzip
+import json
 import logging
 
 import pytest
 import trio
-from helpers.clients import Clients, read_all, status_and_body
-from helpers.frames import request
+from helpers.clients import CHAT, Clients, chat, read_all, status_and_body
+from helpers.frames import HANDSHAKE, request
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
 from trioengine import EngineConfig, __version__
 from trioengine.core.lifecycle import PowerEvent
+from trioengine.serve import ids
 from trioengine.serve.auth import is_loopback
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.http import json_response
@@ -284,3 +287,41 @@ async def test_a_reset_is_logged_where_a_request_is_cut_off(autojump_clock, clie
 def test_responses_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         json_response(200, {}).status = 1
+
+
+# ---- encodings and the date ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "GZIP", "identity, gzip", "x" * 100])
+async def test_an_encoded_body_is_refused(autojump_clock, clients, encoding):
+    more = f"Content-Encoding: {encoding}\r\n"
+    data = await clients.http(request("/tokenize", "POST", more=more, body=gzip.compress(b'{"prompt": "a"}')))
+    status, body = status_and_body(data)
+    assert (status, body["error"]["code"]) == (415, "unsupported_encoding")
+    shown = f"the Content-Encoding {encoding[:40]!r} is not supported: send the body as it is"
+    assert body["error"]["message"] == f"a body with {shown}"
+    assert b"accept-encoding: identity\r\n" in data
+    assert b"connection: close\r\n" in data.lower()
+
+
+@pytest.mark.parametrize(
+    "more", ["Content-Encoding: identity\r\n", "Content-Encoding:\r\n", "Accept-Encoding: gzip\r\n"]
+)
+async def test_a_body_that_is_not_encoded(autojump_clock, clients, more):
+    data = await clients.http(request("/tokenize", "POST", more=more, body=b'{"prompt": "a"}'))
+    assert status_and_body(data)[0] == 200
+
+
+async def test_an_encoding_without_a_body(autojump_clock, clients):
+    data = await clients.http(request("/health", more="Content-Encoding: gzip\r\n"))
+    assert status_and_body(data)[0] == 200
+
+
+async def test_every_response_has_a_date(autojump_clock, clients, monkeypatch):
+    monkeypatch.setattr(ids, "_clock", lambda: 784111777.9)
+    date = b"\r\ndate: Sun, 06 Nov 1994 08:49:37 GMT\r\n"
+    body = json.dumps(chat(stream=True)).encode()
+    unreadable = b"GET /health HTTP/1.1\n\n"
+    for data in (request("/health"), request("/x"), request(CHAT, "POST", body=body), HANDSHAKE, unreadable):
+        head, _, _ = (await clients.http(data)).partition(b"\r\n\r\n")
+        assert (head.lower() + b"\r\n").count(date.lower()) == 1, head

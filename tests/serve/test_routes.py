@@ -12,7 +12,7 @@ from trioengine.core.errors import InvariantError
 from trioengine.core.types import Cause
 from trioengine.serve.auth import Role
 from trioengine.serve.http import json_response
-from trioengine.serve.routes import find_route, get
+from trioengine.serve.routes import Operation, find_route, get
 from trioengine.testing import simulated_engine
 from trioengine.text.tokenizer import Tokenizer
 
@@ -56,7 +56,7 @@ def test_which_route():
     async def handler(request):
         return json_response(200, {})
 
-    routes = {"/a": get(handler), "/a/*": get(handler, Role.OPERATOR)}
+    routes = {"/a": get(handler, Operation()), "/a/*": get(handler, Operation(), Role.OPERATOR)}
     assert find_route(routes, "/a") is routes["/a"]
     assert find_route(routes, "/a/b") is find_route(routes, "/a/b/c") is find_route(routes, "/a/") is routes["/a/*"]
     assert find_route(routes, "/ab") is None
@@ -185,7 +185,8 @@ async def test_the_roles(autojump_clock, clients):
     operators = {path for path, route in routes.items() if route.role is Role.OPERATOR}
     power = {"/sleep", "/wake_up", "/wakeup", "/update_weights", "/is_sleeping"}
     assert operators == {"/debug/invariants", "/abort_request"} | power
-    assert {path for path, route in routes.items() if route.role is Role.ANYONE} == {"/", "/health", "/ready"}
+    anyone = {path for path, route in routes.items() if route.role is Role.ANYONE}
+    assert anyone == {"/", "/docs", "/openapi.json", "/health", "/ready"}
 
 
 KEYS = {"api_key": ("user",), "admin_key": ("operator",)}

@@ -135,7 +135,8 @@ async def test_no_route_ignores_a_parameter(autojump_clock, clients):
     for path, route in routes.items():
         for method in route.handlers.keys() - {"HEAD"}:
             answer = await clients.request(method, f"{path.replace('*', 'toy')}?xyzzy=", None)
-            listed = f"; the parameters are {', '.join(sorted(route.parameters))}" if route.parameters else ""
+            parameters = sorted(route.operation.parameters)
+            listed = f"; the parameters are {', '.join(parameters)}" if parameters else ""
             assert (answer.status, answer.error["message"]) == (400, f"unknown parameter 'xyzzy'{listed}"), path
             assert (answer.error["code"], answer.error["param"]) == ("unsupported_parameter", "xyzzy")
 

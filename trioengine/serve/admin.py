@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import cast
+from typing import Annotated, Literal, cast
 
 import trio
+from msgspec import Meta
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.power_change import Level, Mode, ModeName, path_of
@@ -24,27 +25,66 @@ from trioengine.serve.limits import InFlight
 from trioengine.serve.parsing import flag_in, load_body, number_in, one_of, parameters_of, some_of
 from trioengine.serve.reading import read_known
 from trioengine.serve.requests import AbortRequest, UpdateWeightsRequest
-from trioengine.serve.routes import Routes, get, post
+from trioengine.serve.responses import Aborted, Invariants, PowerState
+from trioengine.serve.routes import Operation, Routes, get, post
 
-_SLEEP_PARAMETERS = ("level", "mode", "timeout")
-_WAKE_UP_PARAMETERS = ("tags", "reload")
 _LEVELS = ("1", "2")
 _MODES = tuple(mode.value for mode in Mode)
 _TAGS = frozenset(tag.value for tag in Tag)
+_SLEEP = Operation(
+    "Release the engine's memory",
+    parameters={
+        "level": Annotated[
+            Literal["1", "2"],
+            Meta(description="1 (the default): weights move to host memory; 2: a fresh worker takes the place."),
+        ],
+        "mode": Annotated[
+            Literal["abort", "wait", "keep"],
+            Meta(description="Treatment of the requests in flight; default: abort."),
+        ],
+        "timeout": Annotated[float, Meta(ge=0, le=MAX_SECONDS, description="Seconds, with mode=wait.")],
+    },
+    responses={200: PowerState},
+    errors=(409,),
+)
+_WAKE_UP = Operation(
+    "Take the engine's memory back",
+    parameters={
+        "tags": Annotated[list[Tag], Meta(description="The parts to wake; default: all.")],
+        "reload": Annotated[bool, Meta(description="Whether discarded weights are loaded again; default: true.")],
+    },
+    responses={200: PowerState},
+    errors=(409,),
+)
+_UPDATE_WEIGHTS = Operation(
+    "Load other weights",
+    body=UpdateWeightsRequest,
+    example={"name": "finetuned", "mode": "keep"},
+    responses={200: PowerState},
+    errors=(404, 409),
+)
+_ABORT_REQUEST = Operation(
+    "End one request, or all",
+    body=AbortRequest,
+    example={"request_id": "my-own-id"},
+    responses={200: Aborted},
+)
+_INVARIANTS = Operation("Check that the engine's books balance", responses={200: Invariants})
+_IS_SLEEPING = Operation("Report the tags that sleep", responses={200: PowerState})
 
 
 def admin_routes(engine: Engine, in_flight: InFlight, weights_dir: str | None) -> Routes:
     """Return the routes of an engine for operators."""
     operator, power = OperatorHandlers(engine, in_flight), PowerHandlers(engine, weights_dir)
-    wake_up = post(power.wake_up, Role.OPERATOR, _WAKE_UP_PARAMETERS)
+    wake_up = post(power.wake_up, _WAKE_UP, Role.OPERATOR)
     return {
-        "/debug/invariants": get(operator.invariants, Role.OPERATOR),
-        "/abort_request": post(operator.abort_request, Role.OPERATOR),
-        "/sleep": post(power.sleep, Role.OPERATOR, _SLEEP_PARAMETERS),
+        "/debug/invariants": get(operator.invariants, _INVARIANTS, Role.OPERATOR),
+        "/abort_request": post(operator.abort_request, _ABORT_REQUEST, Role.OPERATOR),
+        "/sleep": post(power.sleep, _SLEEP, Role.OPERATOR),
         "/wake_up": wake_up,
         "/wakeup": wake_up,
-        "/update_weights": post(power.update_weights, Role.OPERATOR),
-        "/is_sleeping": get(power.is_sleeping, Role.OPERATOR),
+        "/update_weights": post(power.update_weights, _UPDATE_WEIGHTS, Role.OPERATOR),
+        "/is_sleeping": get(power.is_sleeping, _IS_SLEEPING, Role.OPERATOR),
     }
 
 
@@ -88,14 +128,14 @@ class PowerHandlers:
         self._weights_dir = weights_dir
 
     async def sleep(self, request: HttpRequest) -> HttpResponse:
-        given = parameters_of(request, _SLEEP_PARAMETERS)
+        given = parameters_of(request, _SLEEP.parameters)
         level = cast("Level", int(one_of(given, "level", _LEVELS)))
         mode = cast("ModeName", one_of(given, "mode", _MODES))
         await self._engine.sleep(level, mode=mode, timeout=number_in(given, "timeout", 0, MAX_SECONDS))
         return self._state()
 
     async def wake_up(self, request: HttpRequest) -> HttpResponse:
-        given = parameters_of(request, _WAKE_UP_PARAMETERS)
+        given = parameters_of(request, _WAKE_UP.parameters)
         tags, reload = some_of(given, "tags", _TAGS), flag_in(given, "reload", default=True)
         await self._engine.wake(None if tags is None else [Tag(tag) for tag in tags], reload=reload)
         return self._state()

@@ -40,6 +40,7 @@ Headers: TypeAlias = Iterable[tuple[bytes, bytes]]
 logger = logging.getLogger("trioengine")
 MIN_KEY_LENGTH = 16  # characters; shorter keys are warned about
 BEARER = b"bearer "
+API_KEY = b"x-api-key"  # a header that some clients send instead
 SUBPROTOCOL_PREFIX = b"openai-insecure-api-key."  # a browser's WebSocket has no other place for a key
 NO_SALT = b""  # of requests without a key, which share the prefix cache
 OPAQUE = b"null"  # the origin of a page without one, such as a file or a sandboxed frame
@@ -94,7 +95,9 @@ class Access:
             _refuse(403, "admin_key_required", "this server has no key for operators: start it with --admin-key")
         key = presented_key(request)
         if key is None:
-            _refuse(401, "invalid_api_key", "this needs a key, in the header Authorization: Bearer KEY")
+            _refuse(
+                401, "invalid_api_key", "this needs a key, in the header Authorization: Bearer KEY or X-Api-Key: KEY"
+            )
         if key not in self._users:
             _refuse(401, "invalid_api_key", "this key is not accepted")
         if role is Role.USER:
@@ -162,8 +165,9 @@ def warn_of_short_keys(config: ServeConfig) -> None:
 
 
 def presented_key(request: HttpRequest) -> bytes | None:
-    """Return the digest of the request's key; None unless it has exactly one."""
+    """Return the digest of the request's key; None unless it has exactly one. Authorization goes before X-Api-Key."""
     keys = [_strip_prefix(BEARER, value) for name, value in request.headers if name == b"authorization"]
+    keys = keys or [value for name, value in request.headers if name == API_KEY]
     if not keys and request.wants_websocket:
         keys = [_strip_prefix(SUBPROTOCOL_PREFIX, name) for name in _subprotocols(request)]
         keys = [key for key in keys if key]

@@ -22,10 +22,21 @@ from trioengine.serve.errors import ClientError, RequestAborted, problem_of
 from trioengine.serve.http import STREAM_HEADERS, Headers, HttpRequest, HttpResponse, StreamingResponse
 from trioengine.serve.limits import InFlight
 from trioengine.serve.parsing import LONG_JSON, in_thread_if
+from trioengine.serve.requests import ChatCompletionRequest
+from trioengine.serve.responses import ChatCompletion, ChatCompletionChunk
+from trioengine.serve.routes import Operation
 from trioengine.serve.unknown_fields import UnknownFields
 from trioengine.text.tool_calls import ToolCallParser, ToolForm
 
 logger = logging.getLogger("trioengine")
+OPERATION = Operation(
+    "Answer a conversation, whole or streamed",
+    body=ChatCompletionRequest,
+    example={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32, "stream": True},
+    responses={200: ChatCompletion},
+    events=ChatCompletionChunk,
+    errors=(404, 409, 422, 429),
+)
 MANY_LOGPROBS = 1000  # entries of log-probabilities; more are rendered in a thread
 
 

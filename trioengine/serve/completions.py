@@ -26,10 +26,21 @@ from trioengine.serve.http import STREAM_HEADERS, Headers, HttpRequest, HttpResp
 from trioengine.serve.ids import new_id, unix_time
 from trioengine.serve.limits import InFlight
 from trioengine.serve.parsing import LONG_JSON, in_thread_if
+from trioengine.serve.requests import CompletionBody
+from trioengine.serve.responses import TextCompletion, TextCompletionChunk
+from trioengine.serve.routes import Operation
 from trioengine.serve.unknown_fields import UnknownFields
 from trioengine.text.conversation import check_length
 
 logger = logging.getLogger("trioengine")
+OPERATION = Operation(
+    "Continue prompts as they are, whole or streamed",
+    body=CompletionBody,
+    example={"prompt": "The capital of France is", "max_tokens": 16},
+    responses={200: TextCompletion},
+    events=TextCompletionChunk,
+    errors=(404, 409, 422, 429),
+)
 MAX_PROMPTS = 128
 
 

@@ -35,6 +35,7 @@ from trioengine.serve.http import (
     problem_response,
 )
 from trioengine.serve.http_connection import HttpConnection
+from trioengine.serve.ids import http_date
 from trioengine.serve.limits import ByteBudget, ConnectionSlot, ConnectionSlots, Displaced, Held, network_of
 from trioengine.serve.routes import REALTIME, Routes, find_handler, find_route, upgrade_required
 from trioengine.serve.websocket import AcceptedWebSocket
@@ -54,6 +55,7 @@ BEYOND_TIMEOUT = 2.0  # seconds for the head of such a request
 PROBES = ("/health", "/ready")  # answered also beyond the limit, as operators are
 MAX_UNREAD = 64 << 10  # bytes of a body that no handler reads: its client may be without a key
 SUBPROTOCOL = "realtime"
+_SHOWN = 40  # bytes of a header in a message
 USER_TIMEOUT = 20.0  # seconds that sent bytes may stay unacknowledged
 LINGER_TIMEOUT = 2.0  # seconds
 LINGER_BYTES = 8 << 20
@@ -219,6 +221,8 @@ class ConnectionHandler:
 
     async def _with_body(self, connection: _Connection, request: HttpRequest, max_size: int, held: Held) -> HttpRequest:
         """Read the body. The caller keeps no reference to the result, so that the handler can drop it."""
+        if request.is_encoded:
+            raise _unsupported_encoding(request)
         with connection.slot.waiting(), trio.move_on_after(self._limits.body_timeout):
             return dataclasses.replace(request, body=await connection.http.read_body(max_size, held), held=held)
         message = f"the body did not come within {self._limits.body_timeout:g} s"
@@ -237,7 +241,7 @@ class ConnectionHandler:
             with trio.fail_after(self._limits.handshake_timeout):
                 proposal = await websocket.open(nursery)
                 subprotocol = SUBPROTOCOL if SUBPROTOCOL in proposal.proposed_subprotocols else None
-                headers = list(connection.http.common_headers)
+                headers = [*connection.http.common_headers, (b"date", http_date())]
                 await proposal.accept(subprotocol=subprotocol, extra_headers=headers)
                 connection.http.status = 101
             await self._realtime(websocket, held, cache_salt)
@@ -271,6 +275,13 @@ def _bad_handshake(request: HttpRequest, seen: bytes, websocket: AcceptedWebSock
     except (ProtocolError, ValueError):
         return upgrade_required()
     return None if len(key) == 16 else upgrade_required()
+
+
+def _unsupported_encoding(request: HttpRequest) -> BadRequest:
+    shown = (request.header(b"content-encoding") or b"")[:_SHOWN].decode("ascii", "backslashreplace")
+    message = f"a body with the Content-Encoding {shown!r} is not supported: send the body as it is"
+    response = BadRequest.of(415, "unsupported_encoding", message).response
+    return BadRequest(dataclasses.replace(response, headers=((b"accept-encoding", b"identity"),)))
 
 
 # ---- sockets ------------------------------------------------------------------------------------------------------

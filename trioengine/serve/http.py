@@ -66,6 +66,11 @@ class HttpRequest:
         return self.is_chunked or self.header(b"content-length") not in (None, b"0")
 
     @property
+    def is_encoded(self) -> bool:
+        """Whether the body is compressed, or transformed in another way."""
+        return self.has_body and (self.header(b"content-encoding") or b"identity").lower() != b"identity"
+
+    @property
     def has_ambiguous_length(self) -> bool:
         """Whether proxies on the way may see another end of the body than we do (RFC 9112, section 6.1)."""
         return self.is_chunked and (self.header(b"content-length") is not None or self.http_version < b"1.1")
@@ -168,7 +173,10 @@ def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def split_target(target: bytes, host: bytes | None) -> tuple[str, str]:
-    """Split a request's target, a path or a URL whose authority is the Host, into path and query. Raises BadHead."""
+    """Split a request's target, a path or a URL whose authority is the Host, into path and query. Raises BadHead.
+
+    A target that begins with two slashes is a path (RFC 9112, section 3.2.1): it has no authority.
+    """
     absolute = _ABSOLUTE.fullmatch(target)
     if absolute is not None:
         authority, target = absolute.groups()
@@ -177,8 +185,6 @@ def split_target(target: bytes, host: bytes | None) -> tuple[str, str]:
         target = target if target.startswith(b"/") else b"/" + target
     if not target.startswith(b"/"):
         raise BadHead("the request's target must be a path")
-    if target.startswith(b"//"):
-        raise BadHead("the path must begin with one slash")
     if b"#" in target:
         raise BadHead("the request's target has a fragment")
     path, _, query = target.decode("ascii").partition("?")

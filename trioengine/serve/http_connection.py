@@ -34,6 +34,7 @@ from trioengine.serve.http import (
     error_response,
     split_target,
 )
+from trioengine.serve.ids import http_date
 from trioengine.serve.limits import Held
 
 logger = logging.getLogger("trioengine")
@@ -212,7 +213,8 @@ class HttpConnection:
     def _head(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
         self.status = status
         reason = HTTPStatus(status).phrase.encode()
-        head = h11.Response(status_code=status, headers=[*headers, *self.common_headers], reason=reason)
+        sent = [*headers, *self.common_headers, (b"date", http_date())]
+        head = h11.Response(status_code=status, headers=sent, reason=reason)
         return self._h11.send(head) or b""
 
     async def respond(self, response: HttpResponse) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
+from email.utils import formatdate
+from functools import lru_cache
 
 _clock = time.time
 
@@ -21,3 +23,13 @@ def random_hex() -> str:
 def unix_time() -> int:
     """Return the time in seconds since 1970, as answers show it."""
     return int(_clock())
+
+
+def http_date() -> bytes:
+    """Return the time for the header Date (RFC 9110, section 5.6.7)."""
+    return _http_date(unix_time())
+
+
+@lru_cache(maxsize=1)
+def _http_date(seconds: int) -> bytes:
+    return formatdate(seconds, usegmt=True).encode()

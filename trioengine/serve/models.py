@@ -17,12 +17,43 @@ from trioengine.serve.ids import unix_time
 from trioengine.serve.parsing import in_thread_if, load_body
 from trioengine.serve.reading import read, unknown_names
 from trioengine.serve.requests import DetokenizeRequest, TokenizeRequest
+from trioengine.serve.responses import DetokenizeResponse, ModelList, TokenizeResponse
+from trioengine.serve.responses import Model as ModelResponse
+from trioengine.serve.routes import BELOW, Operation, Routes, get, post
 from trioengine.serve.unknown_fields import UnknownFields
 from trioengine.text.conversation import Prompt, check_length
 
 MODELS = "/v1/models"
 T = TypeVar("T", TokenizeRequest, DetokenizeRequest)
 _NO_IMAGES = "images are not tokenized here; usage.prompt_tokens counts them"
+
+_LIST = Operation("List the one model that is served", responses={200: ModelList})
+_RETRIEVE = Operation("Describe the model", responses={200: ModelResponse}, errors=(404,))
+_TOKENIZE = Operation(
+    "Convert a text or messages to token ids",
+    body=TokenizeRequest,
+    example={"prompt": "Hello", "return_token_strs": True},
+    responses={200: TokenizeResponse},
+    errors=(404, 422),
+)
+_DETOKENIZE = Operation(
+    "Convert token ids to a text",
+    body=DetokenizeRequest,
+    example={"tokens": [72, 105]},
+    responses={200: DetokenizeResponse},
+    errors=(404,),
+)
+
+
+def model_routes(engine: Engine, model: str, unknown_fields: UnknownFields) -> Routes:
+    """Return the routes of the model and its tokenizer."""
+    models, tokenization = Models(engine, model), Tokenization(engine, model, unknown_fields)
+    return {
+        MODELS: get(models.list, _LIST),
+        f"{MODELS}/{BELOW}": get(models.retrieve, _RETRIEVE),
+        "/tokenize": post(tokenization.tokenize, _TOKENIZE),
+        "/detokenize": post(tokenization.detokenize, _DETOKENIZE),
+    }
 
 
 class Models:

@@ -22,19 +22,22 @@ from trioengine.core.wording import brief
 from trioengine.serve.admin import admin_routes
 from trioengine.serve.auth import Access, is_loopback, warn_of_short_keys
 from trioengine.serve.body import DisconnectCounter
+from trioengine.serve.chat import OPERATION as CHAT_COMPLETIONS
 from trioengine.serve.chat import ChatCompletions
 from trioengine.serve.chat_request import check_model
+from trioengine.serve.completions import OPERATION as COMPLETIONS
 from trioengine.serve.completions import Completions
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.connection import ConnectionHandler, format_address
 from trioengine.serve.http import HttpRequest
 from trioengine.serve.limits import ByteBudget, Held, InFlight, clamp_to_fd_limit
 from trioengine.serve.metrics import Metrics
-from trioengine.serve.models import MODELS, Models, Tokenization
+from trioengine.serve.models import model_routes
+from trioengine.serve.pages import pages
 from trioengine.serve.parsing import read_query
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, RealtimeConnection
 from trioengine.serve.realtime.response import ResponseRunner
-from trioengine.serve.routes import BELOW, Routes, get, plain_routes, post
+from trioengine.serve.routes import Routes, plain_routes, post
 from trioengine.serve.unknown_fields import UnknownFields
 from trioengine.serve.websocket import AcceptedWebSocket
 from trioengine.text.tool_calls import FORMS
@@ -114,19 +117,17 @@ class Server:
     def _routes(self) -> Routes:
         engine, model = self.engine, self.model_name
         unknown_fields = UnknownFields(refuse=self.config.unknown_fields == "refuse")
-        models, tokenization = Models(engine, model), Tokenization(engine, model, unknown_fields)
         tool_form = FORMS.get(self.config.tool_call_parser)  # None: auto
         chat = ChatCompletions(engine, model, self.in_flight, unknown_fields, tool_form)
-        return {
+        completions = Completions(engine, model, self.in_flight, unknown_fields)
+        routes = {
             **plain_routes(engine, self.metrics),
-            "/v1/chat/completions": post(chat),
-            "/v1/completions": post(Completions(engine, model, self.in_flight, unknown_fields)),
-            MODELS: get(models.list),
-            f"{MODELS}/{BELOW}": get(models.retrieve),
-            "/tokenize": post(tokenization.tokenize),
-            "/detokenize": post(tokenization.detokenize),
+            "/v1/chat/completions": post(chat, CHAT_COMPLETIONS),
+            "/v1/completions": post(completions, COMPLETIONS),
+            **model_routes(engine, model, unknown_fields),
             **admin_routes(engine, self.in_flight, self.config.weights_dir),
         }
+        return {**pages(routes, engine, model, has_keys=self.config.has_keys), **routes}
 
     async def _realtime(self, websocket: AcceptedWebSocket, held: Held, cache_salt: bytes) -> None:
         connection = RealtimeConnection(

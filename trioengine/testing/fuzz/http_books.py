@@ -26,12 +26,14 @@ _UNITS = ("_total", "_count", "_sum", "_bucket")  # of metrics that only grow
 
 
 class Request(NamedTuple):
-    """A request as it is sent: with this key, or none."""
+    """A request as it is sent: with this key, or none; the key is in `key_header`."""
 
     method: str
     target: str
     body: bytes = b""
     key: str | None = None
+    key_header: str = "authorization"
+    accept: str | None = None
 
 
 @dataclass(eq=False)

@@ -77,7 +77,10 @@ class HttpClient(SimulatedPeer):
         self._idle_since = None
         headers = [("host", "localhost"), ("x-request-id", chosen_id)]
         if request.key is not None:
-            headers.append(("authorization", f"Bearer {request.key}"))
+            scheme = "Bearer " if request.key_header == "authorization" else ""
+            headers.append((request.key_header, scheme + request.key))
+        if request.accept is not None:
+            headers.append(("accept", request.accept))
         if request.method == "POST":
             is_chunked = framing == "chunked"
             length = ("transfer-encoding", "chunked") if is_chunked else ("content-length", str(len(request.body)))

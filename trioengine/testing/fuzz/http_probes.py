@@ -17,7 +17,7 @@ from trioengine.testing.fuzz.http_exchange import Judge
 from trioengine.testing.fuzz.shapes import Head, has_fields
 
 CHAT = "/v1/chat/completions"
-JSON, TEXT = "application/json", "text/plain; charset=utf-8"
+JSON, TEXT, HTML = "application/json", "text/plain; charset=utf-8", "text/html; charset=utf-8"
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 MESSAGES = [{"role": "user", "content": "a"}]
 STATES = {  # of /ready, and the harm that makes them; a worker may load at any time before the first is ready
@@ -97,6 +97,16 @@ def _check_model(found: Any) -> None:
     assert named == ("toy", "model", "trioengine", True), f"the model is {found}"
 
 
+def _check_page(found: str) -> None:
+    assert found.startswith("<!doctype html>") and found.endswith("</html>"), f"the page is {found}"
+    assert not any(key in found for key in (*KEYS, ADMIN_KEY)), "the page has a key"
+
+
+def _check_description(found: Any) -> None:
+    has_fields(found, ("openapi", "info", "servers", "tags", "paths", "components"), "the description")
+    assert {CHAT, "/", "/docs", "/openapi.json"} <= set(found["paths"]), f"the paths are {set(found['paths'])}"
+
+
 def check_state(found: Any) -> None:
     """The body of /is_sleeping, and of each change of power."""
     has_fields(found, ("is_sleeping", "level", "tags", "power", "weight_version"), "the state")
@@ -136,6 +146,12 @@ def _counts(*token_ids: int, strings: list[str] | None = None) -> Callable[[Any]
 _RENDERED = list(prompt_ids((("user", "a"),)))
 PROBES: Mapping[str, Probe] = {
     "home": _get("/", None, content_type=TEXT),
+    "page": Probe(Request("GET", "/", accept="text/html,*/*;q=0.8"), content_type=HTML, check=_check_page),
+    "docs": _get("/docs", None, content_type=HTML, check=_check_page),
+    "description": _get("/openapi.json", None, check=_check_description),
+    "other header of a key": Probe(
+        Request("GET", "/version", key=KEYS[0], key_header="x-api-key"), check=_equals({"version": __version__})
+    ),
     "version": _get("/version", check=_equals({"version": __version__})),
     "models": _get("/v1/models", check=_check_models),
     "model": _get("/v1/models/toy", check=_check_model),

@@ -23,6 +23,7 @@ _CODES: Mapping[tuple[int, str], tuple[str, ...]] = {  # of errors, by status an
     (409, SERVER): ("transition_failed",),
     (409, INVALID): ("image_dropped",),
     (413, INVALID): ("body_too_large", "too_large"),
+    (415, INVALID): ("unsupported_encoding",),
     (422, INVALID): ("template_error", "no_chat_template", "no_token_left"),
     (426, INVALID): ("upgrade_required",),
     (429, RATE): ("overloaded", "too_many_sessions", "key_buffers_full"),
@@ -72,6 +73,7 @@ def check_head(head: Head, content_type: str, request_id: str | None) -> None:
     """Check the headers that every response has; `request_id` is that of the request, unless it was not read."""
     found = head.value(b"content-type")
     assert found == content_type, f"the content type of a {head.status} is {found}, and not {content_type}"
+    assert head.value(b"date"), f"a {head.status} without a Date"
     shown = head.value(b"x-request-id")
     assert shown and request_id in (None, shown), f"the request is {request_id}, and its response {shown}"
     is_retried = head.value(b"retry-after") is not None
