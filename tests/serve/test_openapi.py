@@ -71,6 +71,9 @@ async def test_the_examples_are_answered(autojump_clock, clients):
                 assert described.check(method, path, answer).status == 200
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "additionalProperties": False}}}
+CALL = chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=100)
+STREAMED = {"prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}}
 REQUESTS = [
     ("GET", "/", None, {}, 200),
     ("GET", "/", None, {"accept": "text/html"}, 200),
@@ -90,6 +93,11 @@ REQUESTS = [
     ("POST", CHAT, chat(logprobs=True, top_logprobs=3), {}, 200),
     ("POST", CHAT, chat(stream=True), {}, 200),
     ("POST", CHAT, chat(stream=True, logprobs=True, stream_options={"include_usage": True}), {}, 200),
+    ("POST", CHAT, CALL, {}, 200),
+    ("POST", CHAT, {**CALL, "stream": True}, {}, 200),
+    ("POST", "/v1/completions", {"prompt": ["a", "b"]}, {}, 200),
+    ("POST", "/v1/completions", STREAMED, {}, 200),
+    ("POST", "/v1/completions", {"prompt": []}, {}, 400),
     ("POST", CHAT, chat(model="other"), {}, 404),
     ("POST", CHAT, chat(max_tokens="x"), {}, 400),
     ("POST", CHAT, chat("x" * 1000), {}, 400),

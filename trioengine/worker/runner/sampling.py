@@ -75,7 +75,7 @@ def _masks(sequences: list[Sequence]) -> tuple[dict[int, bytes], dict[int, Reque
 
 
 def _allow(logits: Tensor, masks: Mapping[int, bytes]) -> None:
-    """Forbid all tokens of these rows but those of their masks, equally long: a bit for each, the first one's lowest.
+    """Forbid all tokens of these rows that their masks do not allow. Masks are equally long, a bit for each token.
 
     Tokens beyond the masks are forbidden.
     """
