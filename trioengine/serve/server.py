@@ -51,6 +51,7 @@ class Server:
         self.addresses: tuple[str, ...] = ()  # host:port of each
         self.in_flight = InFlight()
         self._disconnects = DisconnectCounter()
+        self._unknown_fields = UnknownFields(refuse=config.unknown_fields == "refuse")
         self.budget = ByteBudget(config.max_buffered_bytes, config.max_buffered_bytes_per_key)
         self.metrics = Metrics(engine, self._disconnects, self.budget)
         self.connections = ConnectionHandler(
@@ -111,7 +112,7 @@ class Server:
 
     def _routes(self) -> Routes:
         engine, model = self.engine, self.model_name
-        unknown_fields = UnknownFields(refuse=self.config.unknown_fields == "refuse")
+        unknown_fields = self._unknown_fields
         models, tokenization = Models(engine, model), Tokenization(engine, model, unknown_fields)
         return {
             **plain_routes(engine, self.metrics),
@@ -132,6 +133,7 @@ class Server:
             disconnects=self._disconnects,
             held=held,
             limits=self.config,
+            unknown_fields=self._unknown_fields,
         )
         await connection.run()
 
