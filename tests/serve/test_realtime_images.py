@@ -141,6 +141,23 @@ async def test_images_in_the_input_of_a_response(autojump_clock, clients):
     assert kept(clients) == 0
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_images_of_a_response_that_waits_for_the_end_of_a_cancelled_one(autojump_clock, clients, leaves):
+    """They are kept until it has ended, or its client has left."""
+    async with clients.realtime() as client:
+        await client.say("hello")
+        await client.send("response.create", response={"max_output_tokens": 200, "ignore_eos": True})
+        await client.until("response.output_text.delta")
+        await client.send("response.cancel")
+        await client.send("response.create", response={"input": [item("and", image())], **GREEDY})
+        if not leaves:
+            assert (await client.until("response.done"))["response"]["status"] == "cancelled"
+            response = (await client.until("response.done"))["response"]
+            assert text_of(response) == await expected(clients, message("and", image()))
+    await clients.all_closed()
+    assert kept(clients) == 0
+
+
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 

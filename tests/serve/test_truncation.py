@@ -151,7 +151,9 @@ async def test_a_retention_ratio_that_is_refused(autojump_clock, clients, trunca
         assert (error["code"], error["param"], error["message"]) == (code, param, f"{param} {rule}")
 
 
-@pytest.mark.parametrize(("truncation", "code"), [("middle", "invalid_value"), (1, "invalid_type"), ([], "invalid_type")])
+@pytest.mark.parametrize(
+    ("truncation", "code"), [("middle", "invalid_value"), (1, "invalid_type"), ([], "invalid_type")]
+)
 async def test_other_truncations_are_refused_by_name(autojump_clock, clients, truncation, code):
     async with clients.realtime() as client:
         await client.say("hello")

@@ -28,13 +28,13 @@ from trioengine.serve.realtime.items import Item, Items, chat_messages, size_of_
 from trioengine.serve.realtime.next_response import NextResponse
 from trioengine.serve.realtime.outbox import EVENT_FACTOR, Outbox, send_state_events
 from trioengine.serve.realtime.requests import (
+    OUT_OF_BAND,
     ItemCreate,
     ItemDelete,
     ItemRetrieve,
     ItemTruncate,
     ResponseCancel,
     ResponseCreate,
-    ResponseSettings,
     SessionUpdate,
 )
 from trioengine.serve.realtime.response import (
@@ -282,8 +282,8 @@ class RealtimeConnection:
                 self._truncate(event)
             case ItemDelete(item_id=item_id):
                 self._outbox.put("conversation.item.deleted", item_id=self._items.delete(item_id))
-            case ResponseCreate(response=given):
-                self._respond(received, given or ResponseSettings())
+            case ResponseCreate():
+                self._respond(received)
             case ResponseCancel(response_id=response_id):
                 self._cancel(response_id)
 
@@ -311,22 +311,22 @@ class RealtimeConnection:
 
     # ---- responses ------------------------------------------------------------------------------------------------
 
-    def _respond(self, received: Received, given: ResponseSettings) -> None:
-        """Begin a response, or remember it until the cancelled one has ended."""
-        settings = self._settings.changed(received.changes, "response")
-        is_in_conversation = given.conversation != "none"
-        if is_in_conversation and self._next is None and self._in_conversation.is_cancelled:
-            self._next = NextResponse(received, given, settings, self._held)
-        else:
-            self._begin(received, given, settings)
+    def _respond(self, received: Received) -> None:
+        """Begin a response; if the active one is cancelled, remember the event until that has ended."""
+        is_out_of_band = received.response.conversation == OUT_OF_BAND
+        if is_out_of_band or self._next is not None or not self._in_conversation.is_cancelled:
+            self._begin(received)
+            return
+        self._settings.changed(received.changes, "response")  # refuses wrong ones at once
+        self._next = NextResponse(received, self._held)
 
-    def _begin(self, received: Received, given: ResponseSettings, settings: Settings) -> Response:
-        is_out_of_band = given.conversation == "none"
+    def _begin(self, received: Received) -> Response:
+        is_out_of_band = received.response.conversation == OUT_OF_BAND
         runner = self._out_of_band if is_out_of_band else self._in_conversation
         runner.check_room()
         if not is_out_of_band:
             self._items.check_room(1, None)
-        spec = self._spec(received, given, settings)
+        spec = self._spec(received)
         if is_out_of_band:
             response = Response(spec, self._outbox, conversation_id=None, items=None)
         else:
@@ -334,8 +334,9 @@ class RealtimeConnection:
         runner.begin(response)
         return response
 
-    def _spec(self, received: Received, given: ResponseSettings, settings: Settings) -> ResponseSpec:
+    def _spec(self, received: Received) -> ResponseSpec:
         """Return the request of a response to the present conversation, or to its own input. Raises ClientError."""
+        given, settings = received.response, self._settings.changed(received.changes, "response")
         is_lasting = given.input is None and settings.truncation.is_lasting
         left_out = self._items.left_out if is_lasting else ()
         items = self._items if given.input is None else self._items.resolve(received.items)
@@ -358,13 +359,13 @@ class RealtimeConnection:
         )
 
     def _begin_next(self) -> None:
-        """Begin the response that was remembered, if any, as the one before it has ended."""
+        """Handle the response.create that was remembered, if any, as the response before it has ended."""
         following = self._next
         if following is None:
             return
         with self._report_errors(following.received):
             following.give_back()
-            response = self._begin(following.received, following.given, following.settings)
+            response = self._begin(following.received)
             if following.is_cancelled:
                 response.cancel()
         self._drop_next()

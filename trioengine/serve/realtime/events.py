@@ -80,6 +80,12 @@ class Received:
         assert isinstance(item, Item), "only the input of a response has references"
         return item
 
+    @property
+    def response(self) -> ResponseSettings:
+        """The members of a response.create's response."""
+        assert isinstance(self.event, ResponseCreate), "other events have none"
+        return self.event.response or ResponseSettings()
+
 
 def parse(text: str | bytes) -> Received:
     """Read a message as an event. Raises EventError."""

@@ -1,28 +1,25 @@
-"""A response.create that came while a cancelled response had not ended: it begins when that has."""
+"""A response.create that came while a cancelled response had not ended: it is handled when that has."""
 
 from __future__ import annotations
 
 from trioengine.serve.limits import Held, size_of
 from trioengine.serve.realtime.events import Received
 from trioengine.serve.realtime.items import Item
-from trioengine.serve.realtime.requests import ResponseSettings
-from trioengine.serve.realtime.settings import Settings
 
 
 class NextResponse:
-    """The event, and the settings at its time. `held` accounts for its bytes, and its images are kept, until `release`.
+    """The remembered event. Until `release`, `held` accounts for its bytes, and the images of its input are kept.
 
     Raises OverBudget if it exceeds the budget.
     """
 
-    def __init__(self, received: Received, given: ResponseSettings, settings: Settings, held: Held) -> None:
+    def __init__(self, received: Received, held: Held) -> None:
         self.received = received
-        self.given = given
-        self.settings = settings
         self.is_cancelled = False  # by its client, before it began
         self._held = held
         self._items = [entry for entry in received.items if isinstance(entry, Item)]
-        self._num_charged = sum(item.size for item in self._items) + size_of(settings.instructions)
+        instructions = received.changes.get("instructions") or ""
+        self._num_charged = sum(item.size for item in self._items) + size_of(instructions)
         held.check_room(self._num_charged)
         held.charge(self._num_charged)
         for item in self._items:

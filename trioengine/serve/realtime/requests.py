@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from trioengine.core.sampling_params import NUMBERS
 from trioengine.serve.requests import MAX_ID, MAX_METADATA, Sampling
 
+OUT_OF_BAND = "none"  # the conversation of a response that leaves nothing in the connection's
 MAX_EVENT_ID = 512  # characters
 MAX_ITEMS = 4096  # of a conversation, or of the input of a response
 MAX_PARTS = 64  # of an item
@@ -114,7 +115,7 @@ class ResponseSettings(ModelSettings, kw_only=True):
         ]
         | None
     ) = None
-    conversation: Literal["auto", "none"] | None = None  # none: out of band
+    conversation: Literal["auto", "none"] | None = None
     input: Annotated[list[MessageItem | ItemReference], Meta(max_length=MAX_ITEMS)] | None = None
 
 
