@@ -34,6 +34,7 @@ HARMLESS = frozenset(
 )
 # Members that would change the answer and are not implemented, with the values that do not.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "grammar": (),
     "logprobs": (False,),
     "max_response_output_tokens": ("inf",),  # the earlier name of max_output_tokens
     "modalities": (["text"], ["text", "audio"], ["audio", "text"]),  # the earlier name of output_modalities
