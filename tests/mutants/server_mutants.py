@@ -15,6 +15,7 @@ from trioengine.serve.body import Body
 from trioengine.serve.connection import ConnectionHandler
 from trioengine.serve.http_connection import HttpConnection
 from trioengine.serve.limits import ByteBudget, Held
+from trioengine.serve.realtime.connection import RealtimeConnection
 from trioengine.serve.realtime.items import Item, Items
 from trioengine.serve.realtime.outbox import Outbox
 from trioengine.serve.websocket import AcceptedWebSocket
@@ -97,6 +98,13 @@ def _count_first_cuts(truncate: Any) -> Any:
     return mutant
 
 
+def _forget_the_next(begin_next: Any) -> Any:
+    def mutant(self: RealtimeConnection) -> None:
+        self._drop_next()
+
+    return mutant
+
+
 SERVER_MUTANTS = (
     Mutant(
         "F24",
@@ -138,6 +146,13 @@ SERVER_MUTANTS = (
         "the text that an incomplete answer loses is counted on",
         replaced(Items, "truncate", _count_first_cuts),
         shows="bytes are counted",
+        machine="RealtimeMachine",
+    ),
+    Mutant(
+        "F71",
+        "a response that is asked for right after a cancel never begins",
+        replaced(RealtimeConnection, "_begin_next", _forget_the_next),
+        shows="never answered",
         machine="RealtimeMachine",
     ),
 )

@@ -61,7 +61,7 @@ async function takenBack(url, results) {
   results.busy = await thrown((async () => session.generate("too many"))());
   results.rapid = (await Promise.all(rapid.map((generation) => generation.result()))).map(({ text, status }) => [text, status]);
   results.badRequest = await thrown(session.generate("x", { temperature: -1 }).result());
-  results.badSettings = await thrown(session.generate("x", { temperatur: 1 }).result());
+  results.badSettings = await thrown(session.generate("x", { tools: [{}] }).result());
   results.aside = await thrown((async () => session.generate("x", { conversation: "none" }))());
   results.tooLong = await thrown(session.generate("x".repeat(9999)).result());
   results.badText = await thrown(session.generate(17, GREEDY).result());

@@ -141,6 +141,23 @@ async def test_images_in_the_input_of_a_response(autojump_clock, clients):
     assert kept(clients) == 0
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_images_of_a_response_that_waits_for_the_end_of_a_cancelled_one(autojump_clock, clients, leaves):
+    """They are kept until it has ended, or its client has left."""
+    async with clients.realtime() as client:
+        await client.say("hello")
+        await client.send("response.create", response={"max_output_tokens": 200, "ignore_eos": True})
+        await client.until("response.output_text.delta")
+        await client.send("response.cancel")
+        await client.send("response.create", response={"input": [item("and", image())], **GREEDY})
+        if not leaves:
+            assert (await client.until("response.done"))["response"]["status"] == "cancelled"
+            response = (await client.until("response.done"))["response"]
+            assert text_of(response) == await expected(clients, message("and", image()))
+    await clients.all_closed()
+    assert kept(clients) == 0
+
+
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -149,9 +166,8 @@ async def test_images_in_the_input_of_a_response(autojump_clock, clients):
     [
         (image() | {"image_url": "https://example.org/a.png"}, "invalid_image_url", "content[1].image_url"),
         (image(b"BM"), "invalid_image_format", "content[1].image_url"),
-        (image() | {"image_url": 3}, "invalid_value", "content[1].image_url"),
+        (image() | {"image_url": 3}, "invalid_type", "content[1].image_url"),
         (image(detail="sharp"), "invalid_value", "content[1].detail"),
-        (image(size=3), "unsupported_parameter", "content[1].size"),
         ({"type": "input_audio", "audio": ""}, "unsupported_content", "content[1].type"),
     ],
 )

@@ -7,6 +7,7 @@ from helpers.realtime_texts import GREEDY
 
 BIAS = "response.logit_bias"
 NAMED = "response.conversation"
+ID = "response.input[0].id"
 PART = {"type": "input_text", "text": "x"}
 
 
@@ -38,13 +39,12 @@ BAD_EVENTS = [
         "item_id",
     ),
     ('{"type": "response.create", "event_id": 1}', "invalid_value", "event_id"),
-    ('{"type": "response.create", "n": 1}', "unsupported_parameter", "n"),
     ('{"type": "response.create"}', "empty_conversation", None),
     ('{"type": "response.create", "response": []}', "invalid_type", "response"),
-    ('{"type": "response.create", "response": {"audio": {}}}', "unsupported_parameter", "response.audio"),
+    ('{"type": "response.create", "response": {"input": [{"type": "item_reference"}]}}', "missing_parameter", ID),
     ('{"type": "response.create", "response": {"input": []}}', "empty_conversation", None),
-    ('{"type": "response.create", "response": {"input": {}}}', "invalid_value", "response.input"),
-    ('{"type": "response.create", "response": {"input": [{}]}}', "unsupported_item", "response.input[0].type"),
+    ('{"type": "response.create", "response": {"input": {}}}', "invalid_type", "response.input"),
+    ('{"type": "response.create", "response": {"input": [{}]}}', "missing_parameter", "response.input[0].type"),
     (
         '{"type": "response.create", "response": {"input": [{"type": "item_reference", "id": "x"}]}}',
         "item_not_found",
@@ -56,13 +56,21 @@ BAD_EVENTS = [
         "response.output_modalities",
     ),
     (
+        '{"type": "response.create", "response": {"input": [{"type": "function_call_output", "output": ""}]}}',
+        "unsupported_item",
+        "response.input[0].type",
+    ),
+    (
         '{"type": "response.create", "response": {"conversation": "conv_1"}}',
-        "unsupported_parameter",
+        "invalid_value",
         "response.conversation",
     ),
     *(
-        (f'{{"type": "response.create", "response": {{"conversation": {value}}}}}', "unsupported_parameter", NAMED)
-        for value in ('""', "0", "false", "[]", "{}", "1.5")
+        (f'{{"type": "response.create", "response": {{"conversation": {value}}}}}', code, NAMED)
+        for value, code in (
+            ('""', "invalid_value"),
+            *((value, "invalid_type") for value in ("0", "false", "[]", "{}", "1.5")),
+        )
     ),
     ('{"type": "response.create", "response": {"temperature": -1}}', "invalid_value", "response.temperature"),
     (
@@ -74,13 +82,13 @@ BAD_EVENTS = [
         (f'{{"type": "response.create", "response": {{"logit_bias": {{"{key}": 1}}}}}}', "invalid_value", BIAS)
         for key in ("x", "", "1_0", "٥", "５", " 7 ", "+7", "-1", "07", "9" * 5000)
     ),
-    ('{"type": "response.create", "response": {"metadata": {"x": 1}}}', "invalid_value", "response.metadata"),
+    ('{"type": "response.create", "response": {"metadata": {"x": 1}}}', "invalid_type", "response.metadata"),
     ('{"type": "session.update"}', "missing_parameter", "session"),
     ('{"type": "session.update", "session": {"model": "other"}}', "unsupported_parameter", "session.model"),
-    ('{"type": "session.update", "session": {"audio": {}}}', "unsupported_parameter", "session.audio"),
+    ('{"type": "session.update", "session": {"type": "transcription"}}', "invalid_value", "session.type"),
     ('{"type": "session.update", "session": {"instructions": "\\ud800"}}', "invalid_value", "session.instructions"),
     ('{"type": "conversation.item.retrieve", "item_id": "x"}', "item_not_found", "item_id"),
-    ('{"type": "conversation.item.delete", "item_id": {}}', "item_not_found", "item_id"),
+    ('{"type": "conversation.item.delete", "item_id": {}}', "invalid_type", "item_id"),
     ('{"type": "conversation.item.create", "item": 1}', "invalid_type", "item"),
     ('{"type": "conversation.item.create", "item": {"type": "function_call"}}', "unsupported_item", "item.type"),
     (
@@ -94,8 +102,14 @@ BAD_EVENTS = [
         "item.content",
     ),
     *(
-        (create(**{name: value}), "unsupported_parameter", f"item.{name}")
-        for name, value in (("object", 1), ("object", "item"), ("status", []), ("status", "done"))
+        (create(**{name: value}), code, f"item.{name}")
+        for name, value, code in (
+            ("object", 1, "invalid_type"),
+            ("object", "item", "invalid_value"),
+            ("status", [], "invalid_type"),
+            ("status", "done", "invalid_value"),
+            ("id", "root", "invalid_value"),
+        )
     ),
     (create(content=[PART] * 65), "invalid_value", "item.content"),
     (

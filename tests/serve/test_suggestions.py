@@ -148,29 +148,57 @@ async def test_an_unknown_parameter_of_a_handshake(autojump_clock, clients):
 
 
 EVENTS = [
-    ("response.create", {"respons": {}}, "'respons'; did you mean 'response'?"),
+    ("response.create", {"respons": {}}, "respons", "; did you mean 'response'?"),
     (
         "response.create",
         {"response": {"max_tokens": 5}},
-        "'response.max_tokens'; did you mean 'response.max_output_tokens'?",
+        "response.max_tokens",
+        "; did you mean 'response.max_output_tokens'?",
     ),
     (
         "response.create",
         {"response": {"maxTokens": 5}},
-        "'response.maxTokens'; did you mean 'response.max_output_tokens'?",
+        "response.maxTokens",
+        "; did you mean 'response.max_output_tokens'?",
     ),
-    ("response.create", {"response": {"inputs": []}}, "'response.inputs'; did you mean 'response.input'?"),
-    ("session.update", {"session": {"temperatur": 1}}, "'session.temperatur'; did you mean 'session.temperature'?"),
-    ("conversation.item.create", {"item": {"rol": "user"}}, "'item.rol'; did you mean 'item.role'?"),
+    ("response.create", {"response": {"inputs": []}}, "response.inputs", "; did you mean 'response.input'?"),
+    (
+        "session.update",
+        {"session": {"temperatur": 1}},
+        "session.temperatur",
+        "; did you mean 'session.temperature'?",
+    ),
+    ("session.update", {"session": {"xyzzy": 1}}, "session.xyzzy", ""),
 ]
 
 
-@pytest.mark.parametrize(("name", "fields", "message"), EVENTS, ids=range(len(EVENTS)))
-async def test_an_unknown_field_of_an_event(autojump_clock, clients, name, fields, message):
-    async with clients.realtime() as client:
+@pytest.mark.parametrize(("name", "fields", "path", "hint"), EVENTS, ids=range(len(EVENTS)))
+async def test_an_unknown_field_of_an_event(autojump_clock, caplog, name, fields, path, hint):
+    """The log has the hint, or the refusal if such fields are refused."""
+    async with open_clients() as clients, clients.realtime() as client:
+        await client.say("hello")
+        for _ in range(2):
+            await client.send(name, **fields)
+            await client.until("session.updated" if name == "session.update" else "response.done")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"clients send the field {path!r}, which has no effect here{hint}"
+    ]
+    async with open_clients(unknown_fields="refuse") as clients, clients.realtime() as client:
         await client.send(name, **fields)
         error = (await client.until("error"))["error"]
-        assert (error["code"], error["message"]) == ("unsupported_parameter", f"unknown field {message}")
+        assert (error["code"], error["param"]) == ("unsupported_parameter", path)
+        assert error["message"] == f"unknown field {path!r}{hint}"
+
+
+async def test_a_required_member_of_an_item_that_is_misspelt(autojump_clock, clients):
+    async with clients.realtime() as client:
+        await client.send("conversation.item.create", item={"type": "message", "rol": "user", "content": []})
+        error = (await client.until("error"))["error"]
+        assert (error["code"], error["param"]) == ("invalid_value", "item.content")
+        item = {"type": "message", "rol": "user", "content": [{"type": "input_text", "text": "x"}]}
+        await client.send("conversation.item.create", item=item)
+        error = (await client.until("error"))["error"]
+        assert error["message"] == "item.role is missing; did you mean it by 'rol'?"
 
 
 ROUTES = [

@@ -57,9 +57,9 @@ REFUSED = [
     ({"item_id": "user", "content_index": 0, "text_end": 1}, "invalid_value", "item_id"),
     ({"item_id": "said", "content_index": 1, "text_end": 1}, "invalid_value", "content_index"),
     ({"item_id": "said", "content_index": -1, "text_end": 1}, "invalid_value", "content_index"),
-    ({"item_id": "said", "content_index": False, "text_end": 1}, "invalid_value", "content_index"),
+    ({"item_id": "said", "content_index": False, "text_end": 1}, "invalid_type", "content_index"),
     ({"item_id": "said", "content_index": 0, "text_end": 7}, "invalid_value", "text_end"),
-    ({"item_id": "said", "content_index": 0, "text_end": "1"}, "invalid_value", "text_end"),
+    ({"item_id": "said", "content_index": 0, "text_end": "1"}, "invalid_type", "text_end"),
 ]
 
 

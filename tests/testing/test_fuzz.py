@@ -93,6 +93,7 @@ REACHED = {
         "an image failed its request",
         "a message is dropped",
         "a response beside the conversation is cancelled",
+        "a response is asked for right after a cancel",
         "an answer is truncated",
         "an outbox is full",
     },

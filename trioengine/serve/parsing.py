@@ -1,6 +1,6 @@
-"""Parsing of clients' input: JSON bodies and messages, their fields, queries, and sampling parameters.
+"""Parsing of clients' input: JSON bodies and messages, and queries.
 
-An unknown field or parameter is refused by its name, never ignored. JSON is UTF-8, without the constants that only
+An unknown parameter of a query is refused by its name, never ignored. JSON is UTF-8, without the constants that only
 Python's reader accepts, and nested at most 64 levels deep.
 """
 
@@ -14,8 +14,6 @@ from urllib.parse import parse_qsl
 
 from trioengine.actors.ports import Ports
 from trioengine.core.checks import number
-from trioengine.core.errors import RequestRejected
-from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.wording import brief, did_you_mean
 from trioengine.serve.errors import ClientError
 from trioengine.serve.http import HttpRequest
@@ -24,41 +22,12 @@ T = TypeVar("T")
 Parameters: TypeAlias = Mapping[str, Sequence[str]]  # values of a query, by name
 MAX_DEPTH = 64  # objects and lists within each other; Python can neither read nor show many more
 LONG_JSON = 1 << 16  # bytes of a body, or characters of a message; longer ones are parsed in a thread
-SAMPLING = {  # the names that every protocol shares with SamplingParams
-    name: name
-    for name in (
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "min_tokens",
-        "ignore_eos",
-        "logit_bias",
-        "skip_special_tokens",
-        "cache_salt",
-    )
-}
-_TYPES: Mapping[str, tuple[type, ...]] = {  # of sampling parameters as JSON has them; the others are numbers
-    "stop": (str, list),
-    "stop_token_ids": (list,),
-    "ignore_eos": (bool,),
-    "logit_bias": (Mapping,),
-    "skip_special_tokens": (bool,),
-    "cache_salt": (str,),
-}
-_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape of half of a pair, or of one of its halves
+_SURROGATE = r"\\u[dD][89a-fA-F]"  # an escape of half of a pair, or of one of its halves
+_SURROGATE_IN_TEXT, _SURROGATE_IN_BYTES = re.compile(_SURROGATE), re.compile(_SURROGATE.encode())
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 _SHOWN = 120  # characters of a name
 _SHOWN_VALUE = 80  # characters of a value
 _LISTED = 8  # names, at most
-_MAX_METADATA = 16
 
 
 async def in_thread_if(is_long: bool, ports: Ports, function: Callable[[], T]) -> T:
@@ -106,9 +75,14 @@ def load_object(data: str | bytes, source: str, code: str = "invalid_type") -> M
 def load_body(body: bytes) -> Mapping[str, Any]:
     """Load the JSON object in a body, whose strings are Unicode. Raises ClientError."""
     fields = load_object(body, "the body")
-    if _SURROGATE.search(body):
-        _check_text(fields)
+    check_unicode(fields, body)
     return fields
+
+
+def check_unicode(fields: Mapping[str, Any], data: str | bytes) -> None:
+    """Raise ClientError for a string with half of a surrogate pair in the object that was loaded from this JSON."""
+    if _SURROGATE_IN_TEXT.search(data) if isinstance(data, str) else _SURROGATE_IN_BYTES.search(data):
+        _check_text(fields)
 
 
 def _check_text(value: object, where: str = "") -> None:
@@ -162,60 +136,6 @@ def _refuse_constant(name: str) -> NoReturn:
 # ---- fields -------------------------------------------------------------------------------------------------------
 
 
-def known_fields(value: object, names: Collection[str], where: str = "") -> Mapping[str, Any]:
-    """Check that an object has these fields only; without `where` it is the whole body. Raises ClientError."""
-    if not isinstance(value, Mapping):
-        raise ClientError("invalid_type", f"{where or 'the body'} must be an object", param=where or None)
-    for name in value:
-        if name not in names:
-            raise unknown("field", name, names, f"{where}." if where else "")
-    return value
-
-
-def check_fixed(fields: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
-    """Raise ClientError unless each `fixed` field is null, absent, or one of the values that are supported."""
-    for name, allowed in fixed.items():
-        value = fields.get(name)
-        if value is not None and not any(type(value) is type(choice) and value == choice for choice in allowed):
-            param = f"{where}.{name}" if where else name
-            rule = "must be " + " or ".join(map(shown, allowed)) if allowed else "is not supported"
-            message = f"{param} {rule}, got {shown(value)}"
-            if allowed == ([],):
-                message = f"this server does not support {param}"
-            raise ClientError("unsupported_parameter", message, param=param)
-
-
-def text_of(value: object, where: str) -> str:
-    """Return a string that is Unicode text. Raises ClientError."""
-    if not isinstance(value, str):
-        raise ClientError("invalid_type", f"{where} must be a string", param=where)
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ClientError("invalid_value", f"{where} has half of a surrogate pair", param=where) from None
-    return value
-
-
-def flag_of(value: object, where: str) -> bool:
-    """Return a boolean; null is false. Raises ClientError."""
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    raise ClientError("invalid_type", f"{where} must be true or false, got {shown(value)}", param=where)
-
-
-def metadata_of(value: object, where: str) -> Mapping[str, str] | None:
-    """Return an object of up to 16 short strings, or None for null. Raises ClientError."""
-    if value is None:
-        return None
-    if not isinstance(value, Mapping):
-        raise ClientError("invalid_type", f"{where} must be an object", param=where)
-    if len(value) > _MAX_METADATA or not all(
-        isinstance(text, str) and len(key) <= 64 and len(text) <= 512 for key, text in value.items()
-    ):
-        raise ClientError("invalid_value", f"{where} must map at most {_MAX_METADATA} keys to strings", param=where)
-    return value
-
-
 def is_number(value: object) -> bool:
     """Whether a value is a JSON number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
@@ -231,12 +151,6 @@ def either(choices: Sequence[str]) -> str:
     """Join choices to a text: a, b or c."""
     *others, last = choices
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def in_json(message: str, value: object) -> str:
-    """Rewrite an engine's message that ends with this value in Python's notation."""
-    quoted = brief(value)
-    return message.removesuffix(quoted) + shown(value) if message.endswith(f", got {quoted}") else message
 
 
 def as_served(message: str, own: str, model: str) -> str:
@@ -322,38 +236,3 @@ def _single(parameters: Parameters, name: str, default: str) -> str:
     if len(given) > 1:
         raise ClientError("invalid_value", f"{name} is given {len(given)} times", param=name)
     return given[0] if given else default
-
-
-# ---- sampling parameters ------------------------------------------------------------------------------------------
-
-
-def sampling_params(given: Mapping[str, Any], names: Mapping[str, str], where: str = "") -> SamplingParams:
-    """Return the engine's parameters for those `given` by a client; `names` maps the protocol's names to ours.
-
-    Raises ClientError in the client's names.
-    """
-    prefix = f"{where}." if where else ""
-    values = {
-        names[name]: _logit_bias(value, prefix) if name == "logit_bias" else value for name, value in given.items()
-    }
-    try:
-        return SamplingParams(**values)
-    except RequestRejected as exc:
-        name = next((name for name in given if names[name] == exc.param), exc.param)
-        problem = in_json(exc.message, given.get(str(name))).replace(str(exc.param), str(name), 1)
-        code = exc.code if _has_its_type(values.get(str(exc.param)), exc.param) else "invalid_type"
-        raise ClientError(code, f"{prefix}{problem}", param=f"{prefix}{name}") from exc
-
-
-def _has_its_type(value: object, name: str | None) -> bool:
-    return isinstance(value, types) if (types := _TYPES.get(str(name))) is not None else is_number(value)
-
-
-def _logit_bias(value: Any, prefix: str) -> Any:
-    """Make integers of the keys, which are strings in JSON. Raises ClientError."""
-    if not isinstance(value, Mapping):
-        return value
-    if not all(_TOKEN_ID.fullmatch(token_id) for token_id in value):
-        param = f"{prefix}logit_bias"
-        raise ClientError("invalid_value", f"{param} must map token ids to numbers", param=param)
-    return {int(token_id): bias for token_id, bias in value.items()}

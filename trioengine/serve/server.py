@@ -56,6 +56,7 @@ class Server:
         self.addresses: tuple[str, ...] = ()  # host:port of each
         self.in_flight = InFlight()
         self._disconnects = DisconnectCounter()
+        self._unknown_fields = UnknownFields(refuse=config.unknown_fields == "refuse")
         self.budget = ByteBudget(config.max_buffered_bytes, config.max_buffered_bytes_per_key)
         self.metrics = Metrics(engine, self._disconnects, self.budget)
         self.connections = ConnectionHandler(
@@ -116,7 +117,7 @@ class Server:
 
     def _routes(self) -> Routes:
         engine, model = self.engine, self.model_name
-        unknown_fields = UnknownFields(refuse=self.config.unknown_fields == "refuse")
+        unknown_fields = self._unknown_fields
         tool_form = FORMS.get(self.config.tool_call_parser)  # None: auto
         chat = ChatCompletions(engine, model, self.in_flight, unknown_fields, tool_form)
         completions = Completions(engine, model, self.in_flight, unknown_fields)
@@ -138,6 +139,7 @@ class Server:
             disconnects=self._disconnects,
             held=held,
             limits=self.config,
+            unknown_fields=self._unknown_fields,
         )
         await connection.run()
 

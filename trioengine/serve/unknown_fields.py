@@ -24,19 +24,21 @@ class UnknownFields:
         self._refuse = refuse
         self._logged: set[str] = set()
 
-    def report(self, names: Sequence[str], known: Collection[str]) -> Headers:
+    def report(self, names: Sequence[str], known: Collection[str], prefix: str = "") -> Headers:
         """Return the headers for a response to a body with these fields, where others are `known`.
 
-        Raises ClientError for the first name if such fields are refused.
+        `prefix` is the path of the object that has them, with a point at its end. Raises ClientError for the first
+        name if such fields are refused.
         """
         if not names:
             return ()
         if self._refuse:
-            raise unknown("field", names[0], known)
+            raise unknown("field", names[0], known, prefix)
         shown = [name if _NAME.fullmatch(name) else "?" for name in names]
         for name in shown:
-            if name not in self._logged and len(self._logged) < _MOST_LOGGED:
-                self._logged.add(name)
-                hint = did_you_mean(name, known)
-                logger.warning("clients send the field %r, which has no effect here%s", name, hint)
+            path = prefix + name
+            if path not in self._logged and len(self._logged) < _MOST_LOGGED:
+                self._logged.add(path)
+                hint = did_you_mean(name, known, prefix)
+                logger.warning("clients send the field %r, which has no effect here%s", path, hint)
         return ((HEADER, ", ".join(shown[:_MOST_SHOWN]).encode()),)

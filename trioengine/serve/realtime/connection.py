@@ -6,7 +6,8 @@ The sender outlives the other tasks, so that the last events are followed by a c
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,10 +22,13 @@ from trioengine.serve.errors import ClientError, OverBudget, Problem, problem_of
 from trioengine.serve.ids import new_id
 from trioengine.serve.limits import ALWAYS_TAKEN, Held, size_of
 from trioengine.serve.parsing import LONG_JSON, in_thread_if
-from trioengine.serve.realtime.events import (
-    ClientEvent,
-    Conversation,
-    EventError,
+from trioengine.serve.reading import check_supported
+from trioengine.serve.realtime.events import EventError, Received, keep_images, parse
+from trioengine.serve.realtime.items import Item, Items, chat_messages, size_of_messages
+from trioengine.serve.realtime.next_response import NextResponse
+from trioengine.serve.realtime.outbox import EVENT_FACTOR, Outbox, send_state_events
+from trioengine.serve.realtime.requests import (
+    OUT_OF_BAND,
     ItemCreate,
     ItemDelete,
     ItemRetrieve,
@@ -32,11 +36,7 @@ from trioengine.serve.realtime.events import (
     ResponseCancel,
     ResponseCreate,
     SessionUpdate,
-    keep_images,
-    parse,
 )
-from trioengine.serve.realtime.items import Items, chat_messages, size_of_messages
-from trioengine.serve.realtime.outbox import EVENT_FACTOR, Outbox, send_state_events
 from trioengine.serve.realtime.response import (
     ConversationResponses,
     OutOfBandResponses,
@@ -45,6 +45,7 @@ from trioengine.serve.realtime.response import (
     ResponseSpec,
 )
 from trioengine.serve.realtime.settings import Settings
+from trioengine.serve.unknown_fields import UnknownFields
 from trioengine.serve.websocket import AcceptedWebSocket
 
 logger = logging.getLogger("trioengine")
@@ -71,6 +72,7 @@ class RealtimeConnection:
         limits: ConnectionLimits,
         disconnects: DisconnectCounter,
         held: Held,
+        unknown_fields: UnknownFields,
     ) -> None:
         self.id = new_id("sess_")
         self._conversation_id = new_id("conv_")
@@ -82,10 +84,12 @@ class RealtimeConnection:
         self._is_gone = False  # the client
         self._settings = Settings()
         self._held = held
+        self._unknown_fields = unknown_fields
         self._items = Items(limits.max_conversation_size, held)
         self._ping_interval = limits.client_ping_interval
         self._outbox = Outbox(limits.send_timeout, held)
-        self._in_conversation = ConversationResponses(runner, self.id)
+        self._in_conversation = ConversationResponses(runner, self.id, on_end=self._begin_next)
+        self._next: NextResponse | None = None
         self._out_of_band = OutOfBandResponses(runner, self.id)
         self._unhandled_size = 0  # bytes in memory
         self._close_code, self._close_reason = 1000, ""
@@ -94,6 +98,7 @@ class RealtimeConnection:
         try:
             await self._run()
         finally:
+            self._drop_next()
             self._items.close()
 
     async def _run(self) -> None:
@@ -171,6 +176,7 @@ class RealtimeConnection:
         if not self._is_gone and self._active:
             self._disconnects.count += 1
         self._is_gone = True
+        self._drop_next()
         for response in self._active:  # before they are cancelled, so that the disconnect is the cause
             response.abandon()
 
@@ -224,9 +230,9 @@ class RealtimeConnection:
         size = size_of(message)
         self._unhandled_size -= size
         try:
-            event, event_id = await self._parse(message)
+            received = await self._parse(message)
             del message
-            await self._handle_event(event, event_id, work)
+            await self._handle_event(received, work)
         except EventError as exc:
             self._outbox.put_error(exc.problem, exc.event_id)
         finally:
@@ -239,44 +245,56 @@ class RealtimeConnection:
         await self._outbox.flushed()
         self._disconnect(TRY_AGAIN_LATER, f"no room for a message: {problem.code}")
 
-    async def _handle_event(self, event: ClientEvent, event_id: str | None, work: trio.CancelScope) -> None:
-        try:
-            with await keep_images(self._engine, event, self._model):
+    async def _handle_event(self, received: Received, work: trio.CancelScope) -> None:
+        with self._report_errors(received):
+            with await keep_images(self._engine, received, self._model):
                 if not work.cancel_called:  # otherwise a response would outlive the close
-                    self._act(event, event_id)
+                    self._act(received)
+
+    @contextmanager
+    def _report_errors(self, received: Received) -> Iterator[None]:
+        """Answer the event by an `error` event if the block raises an exception."""
+        try:
+            yield
         except Exception as exc:
             if not isinstance(exc, (ClientError, EngineError)):
-                logger.exception("%s: a %s crashed", self.id, type(event).__name__)
-            self._outbox.put_error(problem_of(exc), event_id)
+                logger.exception("%s: a %s crashed", self.id, type(received.event).__name__)
+            self._outbox.put_error(problem_of(exc), received.event.event_id)
 
-    async def _parse(self, message: str | bytes) -> tuple[ClientEvent, str | None]:
+    async def _parse(self, message: str | bytes) -> Received:
         return await in_thread_if(len(message) > LONG_JSON, self._engine.ports, partial(parse, message))
 
-    def _act(self, event: ClientEvent, event_id: str | None) -> None:
-        match event:
-            case SessionUpdate():
-                self._update(self._settings.for_session(event.session, self._model))
+    def _act(self, received: Received) -> None:
+        for unknown in received.unknown:
+            self._unknown_fields.report(unknown.names, unknown.known, unknown.prefix)
+        match received.event:
+            case SessionUpdate(session=session):
+                check_supported({"model": session.model}, {"model": (self._model,)}, "session")
+                self._update(self._settings.changed(received.changes, "session"))
                 self._outbox.put("session.updated", session=self._shown_settings)
-            case ItemCreate():
-                previous = self._items.add(event.item, event.previous_item_id)
-                for name in ("conversation.item.added", "conversation.item.done"):
-                    self._outbox.put(name, previous_item_id=previous, item=event.item.to_json())
-            case ItemRetrieve():
-                item = self._items.get(event.item_id, "item_id")
+            case ItemCreate(previous_item_id=previous):
+                self._add(received.item, previous)
+            case ItemRetrieve(item_id=item_id):
+                item = self._items.get(item_id, "item_id")
                 self._held.check_room(EVENT_FACTOR * item.size)
                 self._outbox.put("conversation.item.retrieved", item=item.to_json())
-            case ItemTruncate():
+            case ItemTruncate() as event:
                 self._truncate(event)
-            case ItemDelete():
-                self._outbox.put("conversation.item.deleted", item_id=self._items.delete(event.item_id))
+            case ItemDelete(item_id=item_id):
+                self._outbox.put("conversation.item.deleted", item_id=self._items.delete(item_id))
             case ResponseCreate():
-                self._respond(event, event_id)
-            case ResponseCancel():
-                self._response(event.response_id).cancel()
+                self._respond(received)
+            case ResponseCancel(response_id=response_id):
+                self._cancel(response_id)
 
     @property
     def _shown_settings(self) -> dict[str, Any]:
         return self._settings.to_json(self.id, self._model, takes_images=self._engine.runtime.takes_images)
+
+    def _add(self, item: Item, previous: str | None) -> None:
+        before = self._items.add(item, previous)
+        for name in ("conversation.item.added", "conversation.item.done"):
+            self._outbox.put(name, previous_item_id=before, item=item.to_json())
 
     def _update(self, settings: Settings) -> None:
         """Raise OverBudget for instructions that, with the event that repeats them, exceed the budget."""
@@ -291,39 +309,81 @@ class RealtimeConnection:
         place = {"item_id": item.id, "content_index": event.content_index}
         self._outbox.put("conversation.item.truncated", **place, text_end=event.text_end, audio_end_ms=0)
 
-    def _respond(self, event: ResponseCreate, event_id: str | None) -> None:
-        is_out_of_band = event.conversation is Conversation.NONE
+    # ---- responses ------------------------------------------------------------------------------------------------
+
+    def _respond(self, received: Received) -> None:
+        """Begin a response; if the active one is cancelled, remember the event until that has ended."""
+        is_out_of_band = received.response.conversation == OUT_OF_BAND
+        if is_out_of_band or self._next is not None or not self._in_conversation.is_cancelled:
+            self._begin(received)
+            return
+        self._settings.changed(received.changes, "response")  # refuses wrong ones at once
+        self._next = NextResponse(received, self._held)
+
+    def _begin(self, received: Received) -> Response:
+        is_out_of_band = received.response.conversation == OUT_OF_BAND
         runner = self._out_of_band if is_out_of_band else self._in_conversation
         runner.check_room()
         if not is_out_of_band:
             self._items.check_room(1, None)
-        settings = self._settings.for_response(event.settings)
-        is_lasting = event.input is None and settings.truncation.is_lasting
+        spec = self._spec(received)
+        if is_out_of_band:
+            response = Response(spec, self._outbox, conversation_id=None, items=None)
+        else:
+            response = Response(spec, self._outbox, self._conversation_id, self._items)
+        runner.begin(response)
+        return response
+
+    def _spec(self, received: Received) -> ResponseSpec:
+        """Return the request of a response to the present conversation, or to its own input. Raises ClientError."""
+        given, settings = received.response, self._settings.changed(received.changes, "response")
+        is_lasting = given.input is None and settings.truncation.is_lasting
         left_out = self._items.left_out if is_lasting else ()
-        items = self._items if event.input is None else self._items.resolve(event.input)
+        items = self._items if given.input is None else self._items.resolve(received.items)
         left_out_ids = {item.id for item in left_out}
         items = [item for item in items if item.id not in left_out_ids]
         messages, item_ids = chat_messages(items, settings.instructions)
         if not messages:
             raise ClientError("empty_conversation", "there is nothing to respond to: create an item first")
         self._held.check_room(size_of_messages(messages))
-        spec = ResponseSpec(
+        return ResponseSpec(
             messages,
             item_ids,
             settings.params("response"),
             settings.truncation,
             settings.max_output_tokens,
-            settings.metadata,
-            event_id,
+            given.metadata,
+            received.event.event_id,
             left_out,
             is_lasting,
         )
-        if is_out_of_band:
-            runner.begin(Response(spec, self._outbox, conversation_id=None, items=None))
-        else:
-            runner.begin(Response(spec, self._outbox, self._conversation_id, self._items))
 
-    def _response(self, response_id: object) -> Response:
+    def _begin_next(self) -> None:
+        """Handle the response.create that was remembered, if any, as the response before it has ended."""
+        following = self._next
+        if following is None:
+            return
+        with self._report_errors(following.received):
+            following.give_back()
+            response = self._begin(following.received)
+            if following.is_cancelled:
+                response.cancel()
+        self._drop_next()
+
+    def _drop_next(self) -> None:
+        if self._next is not None:
+            self._next.release()
+        self._next = None
+
+    def _cancel(self, response_id: str | None) -> None:
+        """Cancel a response: by default the conversation's, and if that was cancelled, the remembered one."""
+        response = self._response(response_id)
+        if response_id is None and response.cancelled and self._next is not None:
+            self._next.is_cancelled = True
+        else:
+            response.cancel()
+
+    def _response(self, response_id: str | None) -> Response:
         """Return an active response by id, or the conversation's for None. Raises ClientError."""
         active = self._in_conversation.active if response_id is None else self._active
         response = next((response for response in active if response_id in (None, response.id)), None)

@@ -1,99 +1,46 @@
-"""The events that clients send: parsing of messages and of the items in them, and their images."""
+"""The events that clients send: reading of messages, of the items and settings in them, and their images."""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
 
 from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded, RequestRejected, TimedOut
-from trioengine.core.image import image_url
 from trioengine.serve.errors import ClientError
-from trioengine.serve.parsing import as_served, check_fixed, known_fields, load_object, shown, text_of
-from trioengine.serve.realtime.items import (
-    IMAGE,
-    MAX_ITEMS,
-    PART_TYPES,
-    ROOT,
-    Item,
+from trioengine.serve.parsing import as_served, check_unicode, either, load_object, shown
+from trioengine.serve.reading import check_supported, read, unknown_names
+from trioengine.serve.realtime.items import PART_TYPES, ROOT, Item, Part, Role
+from trioengine.serve.realtime.requests import (
+    EVENTS,
+    HARMLESS,
+    MAX_EVENT_ID,
+    UNSUPPORTED,
+    ClientEvent,
+    InputImage,
+    ItemCreate,
+    ItemPart,
     ItemReference,
-    ItemStatus,
-    Part,
-    Role,
+    ItemTruncate,
+    MessageItem,
+    ResponseCreate,
+    ResponseSettings,
+    SessionSettings,
+    SessionUpdate,
 )
 
 IMAGE_TIMEOUT = 10.0  # seconds that an event, and all behind it, wait for room for its images
-MAX_EVENT_ID = 512  # characters
-MAX_ITEM_ID = 128  # characters
-MAX_PARTS = 64  # of an item
-
-
-class Conversation(enum.Enum):
-    """The conversation that a response belongs to."""
-
-    AUTO = "auto"  # that of the connection
-    NONE = "none"  # out of band: it leaves nothing in the conversation
-
-
-@dataclass(frozen=True, slots=True)
-class SessionUpdate:
-    session: Any
-
-
-@dataclass(frozen=True, slots=True)
-class ItemCreate:
-    item: Item
-    previous_item_id: Any
-
-
-@dataclass(frozen=True, slots=True)
-class ItemRetrieve:
-    item_id: Any
-
-
-@dataclass(frozen=True, slots=True)
-class ItemTruncate:
-    item_id: Any
-    content_index: Any
-    text_end: Any  # characters to keep
-
-
-@dataclass(frozen=True, slots=True)
-class ItemDelete:
-    item_id: Any
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseCreate:
-    settings: Mapping[str, Any]
-    conversation: Conversation = Conversation.AUTO
-    input: tuple[Item | ItemReference, ...] | None = None  # replaces the conversation
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseCancel:
-    response_id: Any
-
-
-ClientEvent: TypeAlias = (
-    SessionUpdate | ItemCreate | ItemRetrieve | ItemTruncate | ItemDelete | ResponseCreate | ResponseCancel
-)
-
-_ITEM_FIXED: Mapping[str, tuple[Any, ...]] = {  # of items that clients send back; without effect
-    "object": ("realtime.item",),
-    "status": tuple(status.value for status in ItemStatus),
-}
-_FIELDS = {  # beside event_id and type
-    "session.update": ("session",),
-    "conversation.item.create": ("item", "previous_item_id"),
-    "conversation.item.retrieve": ("item_id",),
-    "conversation.item.truncate": ("item_id", "content_index", "text_end", "audio_end_ms"),
-    "conversation.item.delete": ("item_id",),
-    "response.create": ("response",),
-    "response.cancel": ("response_id",),
+InputEntry: TypeAlias = Item | ItemReference
+_AUDIO_END = "audio_end_ms"  # of the protocol's conversation.item.truncate; 0 is without effect
+_RETENTION_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"token_limits": ()}
+_KINDS: Mapping[str, re.Pattern[str]] = {  # codes of errors about a type, by its path
+    "unsupported_item": re.compile(r"(item|response\.input\[[0-9]+\])\.type"),
+    "unsupported_content": re.compile(r".*\.content\[[0-9]+\]\.type"),
 }
 
 
@@ -106,99 +53,153 @@ class EventError(Exception):
         self.event_id = event_id
 
 
-def parse(text: str | bytes) -> tuple[ClientEvent, str | None]:
-    """Parse a message into its event and the client's id of it. Raises EventError."""
+class UnknownMembers(NamedTuple):
+    """Members of an object at a path that the server does not know, and those that it knows."""
+
+    prefix: str  # of the path: empty, or "session."
+    names: Sequence[str]
+    known: Collection[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """An event that was read.
+
+    `changes` are the members of its session or response by their names, without those that are absent; a null is None.
+    """
+
+    event: ClientEvent
+    items: tuple[InputEntry, ...] = ()  # its item, or the input of its response
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    unknown: tuple[UnknownMembers, ...] = ()
+
+    @property
+    def item(self) -> Item:
+        """The item of a conversation.item.create."""
+        (item,) = self.items
+        assert isinstance(item, Item), "only the input of a response has references"
+        return item
+
+    @property
+    def response(self) -> ResponseSettings:
+        """The members of a response.create's response."""
+        assert isinstance(self.event, ResponseCreate), "other events have none"
+        return self.event.response or ResponseSettings()
+
+
+def parse(text: str | bytes) -> Received:
+    """Read a message as an event. Raises EventError."""
     event_id = None
     try:
-        fields = _load(text)
+        if isinstance(text, bytes):
+            raise ClientError("invalid_event", "events are text messages, this one is binary")
+        fields = load_object(text, "the message", "invalid_event")
         event_id = _event_id(fields)
-        return _event(fields), event_id
+        check_unicode(fields, text)
+        return _received(fields)
     except ClientError as exc:
         raise EventError(exc, event_id) from exc
 
 
-def _load(text: str | bytes) -> Mapping[str, Any]:
-    if isinstance(text, bytes):
-        raise ClientError("invalid_event", "events are text messages, this one is binary")
-    return load_object(text, "the message", "invalid_event")
-
-
 def _event_id(fields: Mapping[str, Any]) -> str | None:
+    """Return the client's id, before the rest is read, as errors about the rest repeat it. Raises ClientError."""
     event_id = fields.get("event_id")
     if event_id is not None and (not isinstance(event_id, str) or len(event_id) > MAX_EVENT_ID):
-        raise ClientError(
-            "invalid_value", f"event_id must be a string of up to {MAX_EVENT_ID} characters", param="event_id"
-        )
+        rule = f"must be a string of at most {MAX_EVENT_ID} characters, got {shown(event_id)}"
+        raise ClientError("invalid_value", f"event_id {rule}", param="event_id")
     return event_id
 
 
-def _event(fields: Mapping[str, Any]) -> ClientEvent:
+def _received(fields: Mapping[str, Any]) -> Received:
+    event = _read(fields)
+    known = type(event).__struct_encode_fields__
+    unknown = [UnknownMembers("", unknown_names(fields, (*known, "type", _AUDIO_END)), known)]
+    match event:
+        case SessionUpdate():
+            return _with_settings(event, event.session, fields["session"], "session", unknown)
+        case ResponseCreate() if event.response is not None:
+            return _with_settings(event, event.response, fields["response"], "response", unknown)
+        case ItemCreate():
+            return Received(event, (make_item(event.item, "item"),), unknown=tuple(unknown))
+    return Received(event, unknown=tuple(unknown))
+
+
+def _read(fields: Mapping[str, Any]) -> ClientEvent:
     name = fields.get("type")
-    names = _FIELDS.get(name) if isinstance(name, str) else None
-    if names is None:
-        known = ", ".join(_FIELDS)
+    kind = EVENTS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        known = ", ".join(EVENTS)
         fault = "type is missing; it must be" if name is None else "type must be"
         given = "" if name is None else f", got {shown(name)}"
         raise ClientError("unknown_event", f"{fault} one of {known}{given}", param="type")
-    known_fields(fields, ("event_id", "type", *names))
-    match name:
-        case "session.update":
-            return SessionUpdate(_required(fields, "session"))
-        case "conversation.item.create":
-            return ItemCreate(parse_item(_required(fields, "item")), fields.get("previous_item_id"))
-        case "conversation.item.retrieve":
-            return ItemRetrieve(_required(fields, "item_id"))
-        case "conversation.item.truncate":
-            return _item_truncate(fields)
-        case "conversation.item.delete":
-            return ItemDelete(_required(fields, "item_id"))
-        case "response.create":
-            return _response_create(fields.get("response"))
-        case _:
-            return ResponseCancel(fields.get("response_id"))
+    if kind is ItemTruncate and fields.get(_AUDIO_END) not in (None, 0):
+        message = f"{_AUDIO_END}: audio is not supported; text_end is the number of characters to keep"
+        raise ClientError("unsupported_parameter", message, param=_AUDIO_END)
+    try:
+        return read(fields, kind)
+    except ClientError as exc:
+        problem = exc.problem
+        for code, path in _KINDS.items():
+            if path.fullmatch(problem.param or "") and problem.code == "invalid_value":
+                raise ClientError(code, problem.message, param=problem.param) from None
+        raise
 
 
-def _item_truncate(fields: Mapping[str, Any]) -> ItemTruncate:
-    if fields.get("audio_end_ms") is not None:
-        message = "audio_end_ms: audio is not supported; text_end is the number of characters to keep"
-        raise ClientError("unsupported_parameter", message, param="audio_end_ms")
-    names = ("item_id", "content_index", "text_end")
-    return ItemTruncate(*(_required(fields, name) for name in names))
+def _with_settings(
+    event: SessionUpdate | ResponseCreate,
+    settings: SessionSettings | ResponseSettings,
+    given: Mapping[str, Any],
+    where: str,
+    unknown: Sequence[UnknownMembers],
+) -> Received:
+    check_supported(given, UNSUPPORTED, where)
+    if isinstance(given.get("truncation"), Mapping):
+        check_supported(given["truncation"], _RETENTION_UNSUPPORTED, f"{where}.truncation")
+    known = settings.__struct_encode_fields__
+    changes = {name: getattr(settings, name) for name in known if name in given}
+    entries = changes.pop("input", None) or ()
+    items = tuple(
+        make_item(entry, f"{where}.input[{index}]") if isinstance(entry, MessageItem) else entry
+        for index, entry in enumerate(entries)
+    )
+    names = unknown_names(given, {*known, *HARMLESS, *UNSUPPORTED})
+    return Received(event, items, changes, (*unknown, UnknownMembers(f"{where}.", names, known)))
 
 
-def _response_create(response: object) -> ResponseCreate:
-    """Parse `conversation` and `input`; the other fields are settings, which Settings checks."""
-    if response is None:
-        return ResponseCreate({})
-    if not isinstance(response, dict):
-        raise ClientError("invalid_type", "response must be an object", param="response")
-    settings = {name: value for name, value in response.items() if name not in ("conversation", "input")}
-    named, given = response.get("conversation"), response.get("input")
-    named = Conversation.AUTO.value if named is None else named
-    conversation = next((known for known in Conversation if known.value == named), None)
-    if conversation is None:
-        param = "response.conversation"
-        message = f'{param} must be "auto" or "none", got {shown(named)}'
-        raise ClientError("unsupported_parameter", message, param=param)
-    return ResponseCreate(settings, conversation, None if given is None else parse_input(given, "response.input"))
+# ---- items ---------------------------------------------------------------------------------------------------------
 
 
-def _required(fields: Mapping[str, Any], name: str) -> Any:
-    value = fields.get(name)
-    if value is None:
-        raise ClientError("missing_parameter", f"{name} is missing", param=name)
-    return value
+def make_item(given: MessageItem, where: str) -> Item:
+    """Return the item. Raises ClientError for parts that its role does not have."""
+    if given.id == ROOT:
+        raise ClientError("invalid_value", f"{where}.id must be another string than {shown(ROOT)}", param=f"{where}.id")
+    role = Role(given.role)
+    parts = [_part(part, role, f"{where}.content[{index}]") for index, part in enumerate(given.content)]
+    return Item(role, parts) if given.id is None else Item(role, parts, given.id)
 
 
-async def keep_images(engine: Engine, event: ClientEvent, model: str) -> AbstractContextManager[object]:
+def _part(part: ItemPart, role: Role, where: str) -> Part:
+    kind, kinds = str(part.__struct_config__.tag), PART_TYPES[role]
+    if kind not in kinds:
+        rule = either([shown(name) for name in kinds])
+        message = f"{where}.type must be {rule} in an item of the {role.value}, got {shown(kind)}"
+        raise ClientError("unsupported_content", message, param=f"{where}.type")
+    return msgspec.to_builtins(part) if isinstance(part, InputImage) else part.text
+
+
+# ---- images --------------------------------------------------------------------------------------------------------
+
+
+async def keep_images(engine: Engine, received: Received, model: str) -> AbstractContextManager[object]:
     """Hand the images of an event to the engine, which keeps them within the block, and take its form of them.
 
     Raises EngineError, which names the part of the event, and the model by its served name. Cancelled, it keeps
     nothing.
     """
-    entries, where = _entries(event)
+    entries = received.items
     if not any(isinstance(entry, Item) and entry.has_images for entry in entries):
         return nullcontext()
+    where = "item" if isinstance(received.event, ItemCreate) else "response.input"
     messages: list[Any] = [entry.message if isinstance(entry, Item) else None for entry in entries]
     try:
         kept = await engine.keep_images(messages, where=where, timeout=IMAGE_TIMEOUT)
@@ -213,74 +214,6 @@ async def keep_images(engine: Engine, event: ClientEvent, model: str) -> Abstrac
     return kept
 
 
-def _entries(event: ClientEvent) -> tuple[Sequence[Item | ItemReference], str]:
-    """Return the items in an event, and their path."""
-    if isinstance(event, ItemCreate):
-        return (event.item,), "item"
-    return (event.input or () if isinstance(event, ResponseCreate) else ()), "response.input"
-
-
 def _of_event(place: str) -> str:
     """Drop the index of the only item of a conversation.item.create."""
     return place.replace("item[0].", "item.", 1) if place.startswith("item[0].") else place
-
-
-# ---- items ----------------------------------------------------------------------------------------------------------
-
-
-def parse_item(fields: object, where: str = "item") -> Item:
-    """Parse an item. Raises ClientError, which names the unsupported field."""
-    item = known_fields(fields, ("id", "object", "type", "status", "role", "content"), where)
-    if item.get("type") != "message":
-        message = f"{where}.type must be message, got {shown(item.get('type'))}"
-        raise ClientError("unsupported_item", message, param=f"{where}.type")
-    role = next((role for role in Role if role.value == item.get("role")), None)
-    if role is None:
-        message = f"{where}.role must be one of {', '.join(role.value for role in Role)}, got {shown(item.get('role'))}"
-        raise ClientError("invalid_value", message, param=f"{where}.role")
-    check_fixed(item, _ITEM_FIXED, where)
-    content, param = item.get("content"), f"{where}.content"
-    if not isinstance(content, list) or not 1 <= len(content) <= MAX_PARTS:
-        problem = f"{len(content)} parts" if isinstance(content, list) else shown(content)
-        message = f"{param} must be a list of 1 to {MAX_PARTS} parts, got {problem}"
-        raise ClientError("invalid_value", message, param=param)
-    parts = [_part(part, PART_TYPES[role], f"{param}[{index}]") for index, part in enumerate(content)]
-    id, param = item.get("id"), f"{where}.id"
-    if id is None:
-        return Item(role, parts)
-    if not isinstance(id, str) or not 0 < len(id) <= MAX_ITEM_ID or id == ROOT:
-        raise ClientError("invalid_value", f"{param} must be a string of 1 to {MAX_ITEM_ID} characters", param=param)
-    return Item(role, parts, id)
-
-
-def parse_input(value: object, where: str) -> tuple[Item | ItemReference, ...]:
-    """Parse the input of a response, which replaces the conversation. Raises ClientError."""
-    if not isinstance(value, list) or len(value) > MAX_ITEMS:
-        raise ClientError("invalid_value", f"{where} must be a list of at most {MAX_ITEMS} items", param=where)
-    return tuple(_input_item(entry, f"{where}[{index}]") for index, entry in enumerate(value))
-
-
-def _input_item(entry: object, where: str) -> Item | ItemReference:
-    if isinstance(entry, Mapping) and entry.get("type") == "item_reference":
-        return ItemReference(known_fields(entry, ("id", "type"), where).get("id"), f"{where}.id")
-    return parse_item(entry, where)
-
-
-def _part(part: object, types: tuple[str, ...], where: str) -> Part:
-    kind = part.get("type") if isinstance(part, Mapping) else types[0]
-    if kind not in types:
-        rule = " or ".join(name for name in types if name != "text")
-        message = f"{where}.type must be {rule}, got {shown(kind)}"
-        raise ClientError("unsupported_content", message, param=f"{where}.type")
-    if kind == IMAGE:
-        return _image(part, where)
-    return text_of(known_fields(part, ("type", "text"), where).get("text"), f"{where}.text")
-
-
-def _image(part: object, where: str) -> Part:
-    fields = known_fields(part, ("type", "image_url", "detail"), where)
-    try:
-        image_url(fields, where)
-    except RequestRejected as exc:
-        raise ClientError(exc.code, exc.message, param=exc.param) from None
-    return fields

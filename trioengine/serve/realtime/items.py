@@ -16,9 +16,9 @@ from trioengine.serve.ids import new_id
 from trioengine.serve.limits import Held, size_of
 from trioengine.serve.parsing import shown
 from trioengine.serve.realtime.outbox import EVENT_FACTOR
+from trioengine.serve.realtime.requests import MAX_ITEMS, ItemReference
 from trioengine.text.messages import Turns
 
-MAX_ITEMS = 4096
 ITEM_SIZE = 512  # bytes of memory of an item, beside its texts
 IMAGE_SIZE = 512  # bytes of memory of an image, whose data the engine keeps
 IMAGE = "input_image"
@@ -146,14 +146,6 @@ def size_of_parts(parts: Iterable[Part]) -> int:
     return sum(size_of(part) if isinstance(part, str) else IMAGE_SIZE for part in parts)
 
 
-@dataclass(frozen=True, slots=True)
-class ItemReference:
-    """A reference in the input of a response to an item of the conversation; `where` is its place in the input."""
-
-    id: Any
-    where: str
-
-
 class Items:
     """The items of one conversation, in order. `held` accounts for their bytes; images are kept until `close`."""
 
@@ -182,14 +174,14 @@ class Items:
         """Leave these items out of all further prompts; some may be deleted already."""
         self._left_out.update(id for id in ids if id in self._items)
 
-    def get(self, id: object, param: str) -> Item:
+    def get(self, id: str, param: str) -> Item:
         """Return an item by its id. Raises ClientError."""
-        item = self._items.get(id) if isinstance(id, str) else None
+        item = self._items.get(id)
         if item is None:
             raise ClientError("item_not_found", f"{param}: item {shown(id)} not found", param=param)
         return item
 
-    def add(self, item: Item, previous: object = None) -> str | None:
+    def add(self, item: Item, previous: str | None = None) -> str | None:
         """Insert an item after the one with the id `previous`, or at the end; returns the id of the item before it.
 
         Raises ClientError; OverBudget if the item and the events about it exceed the budget.
@@ -216,7 +208,7 @@ class Items:
         """Account for an item of the model, which is complete now."""
         self._count(item.size)
 
-    def delete(self, id: object) -> str:
+    def delete(self, id: str) -> str:
         """Remove an item that is not in progress; returns its id. Raises ClientError."""
         item = self._finished_item(id)
         del self._items[item.id]
@@ -226,15 +218,16 @@ class Items:
         item.release()
         return item.id
 
-    def truncate(self, id: object, content_index: object, text_end: object) -> Item:
+    def truncate(self, id: str, content_index: int, text_end: int) -> Item:
         """Keep the first `text_end` characters of an assistant's item; returns the item. Raises ClientError."""
         item = self._finished_item(id)
         if item.role is not Role.ASSISTANT:
             message = f"item_id: {item.id!r} is not the assistant's, and only those are truncated"
             raise ClientError("invalid_value", message, param="item_id")
-        index = _integer(content_index, len(item.texts) - 1, "content_index")
+        _check_position(content_index, len(item.texts) - 1, "content_index")
+        _check_position(text_end, len(item.texts[content_index]), "text_end")
         size = item.size
-        item.truncate(index, _integer(text_end, len(item.texts[index]), "text_end"))
+        item.truncate(content_index, text_end)
         self._count(item.size - size)
         return item
 
@@ -245,7 +238,10 @@ class Items:
 
     def resolve(self, entries: Iterable[Item | ItemReference]) -> list[Item]:
         """Replace each reference in a response's input by its item. Raises ClientError."""
-        items = [self.get(entry.id, entry.where) if isinstance(entry, ItemReference) else entry for entry in entries]
+        items = [
+            self.get(entry.id, f"response.input[{index}].id") if isinstance(entry, ItemReference) else entry
+            for index, entry in enumerate(entries)
+        ]
         if sum(item.size for item in items) > self._max_size:  # an item may be referenced many times
             param = "response.input"
             message = f"{param} has more than {self._max_size} bytes (--max-conversation-size)"
@@ -261,13 +257,13 @@ class Items:
         self._size += size
         self._held.charge(size)
 
-    def _finished_item(self, id: object) -> Item:
+    def _finished_item(self, id: str) -> Item:
         item = self.get(id, "item_id")
         if item.status is ItemStatus.IN_PROGRESS:
             raise ClientError("item_in_progress", f"item_id: {item.id!r} is being generated", param="item_id")
         return item
 
-    def _index_after(self, previous: object) -> int:
+    def _index_after(self, previous: str | None) -> int:
         if previous is None:
             return len(self)
         return 0 if previous == ROOT else self._order.index(self.get(previous, "previous_item_id").id) + 1
@@ -303,9 +299,7 @@ def _size_of_content(content: str | list[Mapping[str, Any]]) -> int:
     return size_of_parts([content] if isinstance(content, str) else [part.get("text", part) for part in content])
 
 
-def _integer(value: object, most: int, param: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-        raise ClientError(
-            "invalid_value", f"{param} must be an integer from 0 to {most}, got {shown(value)}", param=param
-        )
-    return value
+def _check_position(value: int, most: int, param: str) -> None:
+    if value > most:
+        message = f"{param} must be an integer from 0 to {most}, got {shown(value)}"
+        raise ClientError("invalid_value", message, param=param)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -224,12 +224,14 @@ def _usage(usage: Usage) -> dict[str, Any]:
 class ConversationResponses:
     """Runs the responses of a conversation one at a time, in one engine session: a cache of the items.
 
-    `begin` never waits; `run` does the work. Cancelling `run` ends the engine session at once.
+    `begin` never waits; `run` does the work, and calls `on_end` in the step in which a response ends: that may begin
+    the next. Cancelling `run` ends the engine session at once.
     """
 
-    def __init__(self, runner: ResponseRunner, label: str) -> None:
+    def __init__(self, runner: ResponseRunner, label: str, on_end: Callable[[], None]) -> None:
         self._runner = runner
         self._label = label
+        self._on_end = on_end
         self._active: Response | None = None
         self._session: Session | None = None
         self._changes = Notifier()
@@ -237,6 +239,11 @@ class ConversationResponses:
     @property
     def active(self) -> tuple[Response, ...]:
         return () if self._active is None else (self._active,)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether a response is active that its client has cancelled."""
+        return self._active is not None and self._active.cancelled
 
     def check_room(self) -> None:
         """Raise ClientError while a response is active."""
@@ -265,6 +272,7 @@ class ConversationResponses:
                         await self._changes.wait()
                     await self._respond(self._active, sessions)
                     self._active = None
+                    self._on_end()
                     self._changes.notify()
             finally:
                 if self._active is not None:

@@ -19,8 +19,9 @@ from trioengine.serve.errors import OverBudget
 from trioengine.serve.limits import ByteBudget, ConnectionSlot, InFlight
 from trioengine.serve.realtime import outbox
 from trioengine.serve.realtime.connection import RealtimeConnection as RealtimeConnection
-from trioengine.serve.realtime.events import ClientEvent, ResponseCancel
+from trioengine.serve.realtime.events import Received
 from trioengine.serve.realtime.outbox import Outbox
+from trioengine.serve.realtime.requests import ResponseCancel
 from trioengine.serve.realtime.response import Response as Response
 from trioengine.serve.realtime.response import ResponseStatus
 from trioengine.serve.server import Server
@@ -230,9 +231,10 @@ def _run(events: ServerEvents, run: Any) -> Any:
 
 
 def _act(events: ServerEvents, act: Any) -> Any:
-    def tap(connection: RealtimeConnection, event: ClientEvent, event_id: str | None) -> None:
+    def tap(connection: RealtimeConnection, received: Received) -> None:
+        event = received.event
         response = _to_cancel(connection, event) if isinstance(event, ResponseCancel) else None
-        act(connection, event, event_id)
+        act(connection, received)
         if response is not None:
             events.response_cancelled(response)
 

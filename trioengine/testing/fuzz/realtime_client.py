@@ -15,52 +15,25 @@ from trioengine.serve.realtime.response import MAX_OUT_OF_BAND
 from trioengine.testing.fuzz.conversations import Content, Turn, is_refused, pictures_of, text_of
 from trioengine.testing.fuzz.faults import InjectedFaults, Life
 from trioengine.testing.fuzz.realtime_response import Asked, FollowedResponse
-from trioengine.testing.fuzz.realtime_shapes import check_event, size_of_item, text_in, user_item
+from trioengine.testing.fuzz.realtime_shapes import (
+    ALWAYS_REFUSED,
+    PASSED_OVER,
+    check_event,
+    size_of_item,
+    text_in,
+    user_item,
+)
 from trioengine.testing.simulated_peer import PeerState, SimulatedClient
 
 PATH = "/v1/realtime"
-ALWAYS_REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {  # an event, and the code and the param of its error
-    "odd": ("conversation.fly", {}, "unknown_event", "type"),
-    "unknown field": ("session.update", {"session": {"voice": "x"}}, "unsupported_parameter", "session.voice"),
-    "too hot": ("session.update", {"session": {"temperature": 101}}, "invalid_value", "session.temperature"),
-    "no session": ("session.update", {}, "missing_parameter", "session"),
-    "no item": ("conversation.item.retrieve", {"item_id": "none"}, "item_not_found", "item_id"),
-    "wrong role": (
-        "conversation.item.create",
-        {"item": {"type": "message", "role": "x", "content": []}},
-        "invalid_value",
-        "item.role",
-    ),
-    "no parts": (
-        "conversation.item.create",
-        {"item": {"type": "message", "role": "user", "content": []}},
-        "invalid_value",
-        "item.content",
-    ),
-    "after nothing": (
-        "conversation.item.create",
-        {
-            "item": {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "a"}]},
-            "previous_item_id": "none",
-        },
-        "item_not_found",
-        "previous_item_id",
-    ),
-    "no tokens": (
-        "response.create",
-        {"response": {"max_output_tokens": 0}},
-        "invalid_value",
-        "response.max_output_tokens",
-    ),
-    "no response": ("response.cancel", {"response_id": "none"}, "response_cancel_not_active", "response_id"),
-}
 
 
 @dataclass
 class Owed:
-    """An event of the client that is not answered yet."""
+    """An event of the client that is not answered yet; later ones have higher numbers."""
 
     id: str
+    number: int
     name: str
     life: Life
     fields: dict[str, Any]
@@ -111,8 +84,9 @@ class RealtimeClient(SimulatedClient):
 
     def ask(self, name: str, *, size: int = 0, **fields: Any) -> Owed:
         """Send an event of at least so many bytes, which is answered."""
-        id = f"e{next(self._ids)}"
-        owed = self._owed[id] = Owed(id, name, Life(self._faults), fields)
+        number = next(self._ids)
+        id = f"e{number}"
+        owed = self._owed[id] = Owed(id, number, name, Life(self._faults), fields)
         self.send(json.dumps({"type": name, "event_id": id, **fields}).ljust(size))
         return owed
 
@@ -169,10 +143,15 @@ class RealtimeClient(SimulatedClient):
 
     def cancel(self, *, by_id: bool = False) -> None:
         """Cancel the conversation's response; it is answered by an error only, where there is nothing to cancel."""
+        active = [response.asked for response in self.responses.values()]
         asked = [owed.asked for owed in self._owed.values() if owed.asked is not None]
-        for each in (*asked, *(response.asked for response in self.responses.values())):
-            each.may_be_cancelled |= not each.is_beside
-        self._cancel(self.response if by_id else None)
+        named = self.response if by_id else None
+        number = self._cancel(named)
+        for each in (*asked, *active):
+            if not each.is_beside:
+                each.may_be_cancelled = True
+                if each.cancelled_by is None and (named is None or each in active):
+                    each.cancelled_by = number
 
     def cancel_beside(self) -> bool:
         """Cancel one of them; False if none is active."""
@@ -184,11 +163,14 @@ class RealtimeClient(SimulatedClient):
         self._cancel(response.id)
         return True
 
-    def _cancel(self, response_id: str | None) -> None:
-        id = f"c{next(self._ids)}"
+    def _cancel(self, response_id: str | None) -> int:
+        """Send the event; returns its number."""
+        number = next(self._ids)
+        id = f"c{number}"
         self._cancels[id] = response_id
         named = {} if response_id is None else {"response_id": response_id}
         self.send(json.dumps({"type": "response.cancel", "event_id": id, **named}))
+        return number
 
     @property
     def is_active(self) -> bool:
@@ -278,8 +260,8 @@ class RealtimeClient(SimulatedClient):
 
     def _update(self, owed: Owed, session: dict[str, Any]) -> None:
         for name, value in owed.fields["session"].items():
-            due = "" if name == "instructions" and value is None else value
-            assert session[name] == due, f"{name} was set to {value!r}, and is {session[name]!r}"
+            due = None if name in PASSED_OVER else "" if name == "instructions" and value is None else value
+            assert session.get(name) == due, f"{name} was set to {value!r}, and is {session.get(name)!r}"
         self.instructions = session["instructions"]
         self.truncation = session["truncation"]
 
@@ -320,7 +302,7 @@ class RealtimeClient(SimulatedClient):
         item_id = owed.fields.get("item_id")
         match owed.name, code:
             case "response.create", "conversation_already_has_active_response":
-                return owed.asked is not None and not owed.asked.is_beside and self.response is not None
+                return owed.asked is not None and not owed.asked.is_beside and not self._may_follow(owed)
             case "response.create", "too_many_responses":  # one that is done may not have left yet
                 return owed.asked is not None and owed.asked.is_beside and self._num_beside >= MAX_OUT_OF_BAND
             case "response.create", "empty_conversation":
@@ -343,6 +325,22 @@ class RealtimeClient(SimulatedClient):
                 role, text = self.items.get(str(item_id), ("", ""))
                 return role != "assistant" or len(text_of(text)) < owed.fields["text_end"]
         return False
+
+    def _may_follow(self, owed: Owed) -> bool:
+        """Whether a response of the conversation had to begin, or to be remembered behind a cancelled one.
+
+        One that is remembered is not answered yet, and was asked for before.
+        """
+        if self.response is None:
+            return True
+        cancelled_by = self.responses[self.response].asked.cancelled_by
+        remembered = [
+            each
+            for each in self._owed.values()
+            if each.asked is not None and not each.asked.is_beside and each.refused is None
+        ]
+        is_first = all(each.number > owed.number for each in remembered)
+        return cancelled_by is not None and cancelled_by < owed.number and is_first
 
     # ---- the conversation -------------------------------------------------------------------------------------------
 
@@ -393,12 +391,17 @@ class RealtimeClient(SimulatedClient):
         self.items[item["id"]] = item["role"], content
         self.order.insert(0 if previous is None else self.order.index(previous) + 1, item["id"])
 
+    def _begun(self, *, is_beside: bool) -> tuple[Owed, Asked]:
+        """The oldest response.create of this kind: one beside the conversation overtakes one that is remembered."""
+        for owed in self._owed.values():
+            if owed.asked is not None and owed.refused is None and owed.asked.is_beside == is_beside:
+                return self._owed.pop(owed.id), owed.asked
+        raise AssertionError("an answer to a response.create that was never sent")
+
     def _begin(self, response: dict[str, Any]) -> None:
-        owed, id = self._answered("response.create"), response["id"]
-        asked = owed.asked
-        assert asked is not None, "it was asked for by _create"
+        id = response["id"]
+        owed, asked = self._begun(is_beside=response["conversation_id"] is None)
         assert asked.is_beside or self.response is None, f"{id} begins while {self.response} is active"
-        assert asked.is_beside == (response["conversation_id"] is None), f"{id} belongs elsewhere: {response}"
         self._num_beside += asked.is_beside
         turns = self._turns()
         given = asked.input if asked.reference is None else (self.items[asked.reference],)

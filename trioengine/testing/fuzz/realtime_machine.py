@@ -16,7 +16,8 @@ from trioengine.testing.fuzz.inside_payloads import Payload
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.peers import WHICH
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.realtime_client import ALWAYS_REFUSED, RealtimeClient
+from trioengine.testing.fuzz.realtime_client import RealtimeClient
+from trioengine.testing.fuzz.realtime_shapes import ALWAYS_REFUSED, PASSED_OVER
 from trioengine.testing.fuzz.served import ServedEnvironment
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import PeerState
@@ -27,6 +28,7 @@ SENDS = (
     *("cancel", "cancel", "respond", "say", "delete", "instruct", "odd", "ping"),
     *("cancel by id", "truncate", "cancel beside", "cancel beside", "say first", "retrieve", "truncate more"),
     *("truncate to nothing", "truncate to nothing", "say between", "say twice", "refer", "forget"),
+    *("cancel and respond", "cancel and respond", "cancel twice and respond", "configure"),
 )
 LONG = 10_500  # bytes of a message that is dropped where there are items
 
@@ -123,6 +125,18 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
                 client.cancel()
             case "respond":
                 client.respond(20, {"of": "the fuzzer"})
+            case "cancel and respond":
+                self._note_moment(client)
+                if client.is_active:
+                    self.coverage.saw("a response is asked for right after a cancel")
+                client.cancel()
+                client.respond(3)
+            case "cancel twice and respond":  # the second cancel is for the response behind the first
+                for _ in range(2):
+                    client.cancel()
+                    client.respond(20)
+            case "configure":
+                client.ask("session.update", session={"type": "realtime", "instructions": "be", **PASSED_OVER})
             case "cancel by id":
                 self._note_moment(client)
                 client.cancel(by_id=True)

@@ -30,6 +30,7 @@ class Asked:
     input: tuple[Turn, ...] | None = None  # in place of the conversation
     reference: str | None = None  # to an item, in place of the conversation
     may_be_cancelled: bool = False
+    cancelled_by: int | None = None  # the number of the first response.cancel that must have cancelled it, if it began
     metadata: dict[str, str] | None = None
 
 

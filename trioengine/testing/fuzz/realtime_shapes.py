@@ -37,6 +37,48 @@ _RESPONSE_FIELDS = (
 )
 _STATES = ("awake", "sleeping", "updating", "loading", "restarting", "draining")
 _REASONS = {"incomplete": "max_output_tokens", "cancelled": "client_cancelled"}
+ALWAYS_REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {  # an event, and the code and the param of its error
+    "odd": ("conversation.fly", {}, "unknown_event", "type"),
+    "tools": ("session.update", {"session": {"tools": [{}]}}, "unsupported_parameter", "session.tools"),
+    "half a pair": ("session.update", {"session": {"instructions": "\ud800"}}, "invalid_value", "session.instructions"),
+    "too hot": ("session.update", {"session": {"temperature": 101}}, "invalid_value", "session.temperature"),
+    "no session": ("session.update", {}, "missing_parameter", "session"),
+    "no item": ("conversation.item.retrieve", {"item_id": "none"}, "item_not_found", "item_id"),
+    "wrong role": (
+        "conversation.item.create",
+        {"item": {"type": "message", "role": "x", "content": []}},
+        "invalid_value",
+        "item.role",
+    ),
+    "no parts": (
+        "conversation.item.create",
+        {"item": {"type": "message", "role": "user", "content": []}},
+        "invalid_value",
+        "item.content",
+    ),
+    "after nothing": (
+        "conversation.item.create",
+        {
+            "item": {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "a"}]},
+            "previous_item_id": "none",
+        },
+        "item_not_found",
+        "previous_item_id",
+    ),
+    "no tokens": (
+        "response.create",
+        {"response": {"max_output_tokens": 0}},
+        "invalid_value",
+        "response.max_output_tokens",
+    ),
+    "no response": ("response.cancel", {"response_id": "none"}, "response_cancel_not_active", "response_id"),
+}
+
+PASSED_OVER = {  # settings without effect on text, as OpenAI's packages send them
+    "audio": {"input": {"turn_detection": {"type": "semantic_vad"}}, "output": {"voice": "ash"}},
+    "tracing": "auto",
+    "speed": 1.5,
+}
 TOO_MUCH = ("overloaded", "key_buffers_full")  # may be a rate limit
 
 
