@@ -22,6 +22,7 @@ from trioengine.core.sampling_params import (
 )
 
 MAX_ID = 128  # characters
+MAX_METADATA = 16  # members
 MAX_TOOLS = 128
 
 
