@@ -7,7 +7,7 @@ import math
 import struct
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -193,17 +193,48 @@ def toy_answer(
     weights: int = 0,
     images: Iterable[ToyImage] = (),
     tile: TileShape = TOY_TILE,
+    grammar: Grammar | None = None,
+    unwanted: Container[int] = (),
+    min_tokens: int = 0,
 ) -> list[int]:
-    """The reference: the toy model's answer with these weights, the end token included."""
+    """The reference: the toy model's answer with these weights, the end token included.
+
+    It ends where it is complete by the grammar; in its first `min_tokens` tokens it avoids the `unwanted` ones.
+    """
+    follower = None if grammar is None else ToyFollower(grammar)
     values = array("L")
     answer: list[int] = []
     embedded = toy_embeddings(images, tile.num_tokens, weights)
     for position, token_id in enumerate(prompt):
         values.append(toy_value(embedded.get(position, token_id), values[-1] if values else weights))
     while len(answer) < max_tokens and (ignore_eos or not answer or answer[-1] != IM_END):
-        answer.append(toy_next(values))
-        values.append(toy_value(answer[-1], values[-1]))
+        token_id = toy_next(values)
+        if follower is not None:
+            token_id = follower.take(token_id, unwanted if len(answer) < min_tokens else ())
+        answer.append(token_id)
+        values.append(toy_value(token_id, values[-1]))
+        if follower is not None and follower.is_complete:
+            break
     return answer
+
+
+class ToyFollower:
+    """Follows one answer from its beginning, apart from any worker."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._constraint = toy_compile(grammar)
+        self._taken: list[int] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no token can follow but an end token."""
+        return self._constraint.is_complete
+
+    def take(self, token_id: int, unwanted: Container[int] = ()) -> int:
+        """Take the model's next token as far as it is allowed, or else its replacement, and return that."""
+        self._taken.append(toy_allowed(token_id, self._constraint.allowed(), unwanted))
+        self._constraint.advance(self._taken)
+        return self._taken[-1]
 
 
 def toy_compile(grammar: Grammar) -> Constraint:
@@ -218,10 +249,13 @@ def _compiler() -> Compiler:
     return Compiler(Tokenizer.from_json(_tokenizer_json(None)), (IM_END, END_OF_TEXT))
 
 
-def toy_allowed(token_id: int, allowed: bytes) -> int:
-    """The token, or where it is not allowed the next one that is, by their numbers."""
-    numbers = ((token_id + offset) % VOCAB_SIZE for offset in range(VOCAB_SIZE))
-    return next(number for number in numbers if allowed[number // 8] >> number % 8 & 1)
+def toy_allowed(token_id: int, allowed: bytes, unwanted: Container[int] = ()) -> int:
+    """The token, or where it is not allowed the next one that is, by their numbers; an unwanted one comes last."""
+    if allowed[token_id >> 3] >> (token_id & 7) & 1 and token_id not in unwanted:
+        return token_id
+    numbers = [number for number in range(VOCAB_SIZE) if allowed[number >> 3] >> (number & 7) & 1]
+    wanted = [number for number in numbers if number not in unwanted] or numbers
+    return min(wanted, key=lambda number: (number - token_id) % VOCAB_SIZE)
 
 
 def toy_logprobs(token_id: int, top: int) -> dict[int, float]:
@@ -253,7 +287,7 @@ class ToyRunner:
         self.asleep: frozenset[Tag] = frozenset()
         self.fail_requests: set[int] = set()  # these fail alone, at their next token
         self.poisoned: Mapping[int, int] = {}  # requests, and how many tokens they get before it crashes
-        self.arrivals: Mapping[int, bool] = {}  # requests in order, and whether they have images
+        self.arrivals: Mapping[int, bool] = {}  # requests in order, and whether they have images or a grammar
         self.num_steps = self.num_computed = 0  # steps that were computed, and their tokens
         self.fail_wakes = 0  # so many of the next ones
 
@@ -319,7 +353,9 @@ class ToyRunner:
             values = array("L", map(self._slots.__getitem__, slots))
             token_id, top = toy_next(values), sequence.params.logprobs
             if sequence.constraint is not None:
-                token_id = toy_allowed(token_id, sequence.constraint.allowed())
+                is_short = sequence.num_output_tokens < sequence.params.min_tokens
+                unwanted = sequence.eos_token_ids.union(sequence.params.stop_token_ids) if is_short else ()
+                token_id = toy_allowed(token_id, sequence.constraint.allowed(), unwanted)
             sampled.append(sequence.row(token_id, None if top is None else toy_logprobs(token_id, top)))
         self.num_steps += 1
         self.num_computed += output.num_tokens
