@@ -13,7 +13,7 @@ import trio
 from trio.testing import MemoryReceiveStream
 
 from trioengine.core.messages import Fatal
-from trioengine.testing.toy_model import toy_compile
+from trioengine.testing.toy_grammar import toy_compile
 from trioengine.worker.scheduling.grammars import GrammarCompiled, compile_for
 from trioengine.worker.scheduling.image_queue import PictureDecoded, decode_picture
 from trioengine.worker.scheduling.images import Decode, Picture

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from trioengine.core.errors import ModelError
 from trioengine.core.grammar import Grammar
@@ -21,21 +21,18 @@ from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.core.types import TokenIds
 from trioengine.hub.model_info import ModelFormat, ModelInfo
 from trioengine.testing.step_watch import StepWatch
+from trioengine.testing.toy_grammar import ToyFollower, toy_allowed
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
 from trioengine.worker.scheduling.images import DecodedImage, ImageError, Tile, TileShape
 from trioengine.worker.scheduling.sequence import (
     BlockCopy,
-    Constraint,
     Limits,
     Sampled,
     ScheduledSequence,
     SchedulerOutput,
     Sequence,
 )
-
-if TYPE_CHECKING:
-    from trioengine.text.grammar import Compiler
 
 ToyImage: TypeAlias = tuple[Iterable[int], bytes]  # where its tiles begin in a prompt, and its bytes
 
@@ -216,46 +213,6 @@ def toy_answer(
         if follower is not None and follower.is_complete:
             break
     return answer
-
-
-class ToyFollower:
-    """Follows one answer from its beginning, apart from any worker."""
-
-    def __init__(self, grammar: Grammar) -> None:
-        self._constraint = toy_compile(grammar)
-        self._taken: list[int] = []
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether no token can follow but an end token."""
-        return self._constraint.is_complete
-
-    def take(self, token_id: int, unwanted: Container[int] = ()) -> int:
-        """Take the model's next token as far as it is allowed, or else its replacement, and return that."""
-        self._taken.append(toy_allowed(token_id, self._constraint.allowed(), unwanted))
-        self._constraint.advance(self._taken)
-        return self._taken[-1]
-
-
-def toy_compile(grammar: Grammar) -> Constraint:
-    """Compile a grammar for the toy model. Raises RequestRejected."""
-    return _compiler().compile(grammar)
-
-
-@cache
-def _compiler() -> Compiler:
-    from trioengine.text.grammar import Compiler  # not needed by most programs, and slow to import
-
-    return Compiler(Tokenizer.from_json(_tokenizer_json(None)), (IM_END, END_OF_TEXT))
-
-
-def toy_allowed(token_id: int, allowed: bytes, unwanted: Container[int] = ()) -> int:
-    """The token, or where it is not allowed the next one that is, by their numbers; an unwanted one comes last."""
-    if allowed[token_id >> 3] >> (token_id & 7) & 1 and token_id not in unwanted:
-        return token_id
-    numbers = [number for number in range(VOCAB_SIZE) if allowed[number >> 3] >> (number & 7) & 1]
-    wanted = [number for number in numbers if number not in unwanted] or numbers
-    return min(wanted, key=lambda number: (number - token_id) % VOCAB_SIZE)
 
 
 def toy_logprobs(token_id: int, top: int) -> dict[int, float]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import h11
 
-from trioengine.testing.fuzz.conversations import Answer, Content, FuzzPrompt, chat_content, prompt_of, reference
+from trioengine.testing.fuzz.answers import Answer, reference
+from trioengine.testing.fuzz.conversations import Content, FuzzPrompt, chat_content, prompt_of
 from trioengine.testing.fuzz.faults import Life
 from trioengine.testing.fuzz.http_books import Request, Use
 from trioengine.testing.fuzz.shapes import ChatStream, Head

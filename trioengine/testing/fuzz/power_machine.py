@@ -83,6 +83,8 @@ class PowerMachine(EngineMachine):
                 self.worker.turn()
         if self.worker is not None and inside.parked(self.worker):
             self.coverage.saw("sleep with a parked request")
+        if self.worker is not None and self.worker.compiler:
+            self.coverage.saw("sleep while a grammar compiles")
         self._sleep(level, mode)
 
     def _sleep(self, level: Literal[1, 2], mode: str) -> None:
