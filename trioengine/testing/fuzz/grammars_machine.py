@@ -83,10 +83,7 @@ class GrammarsMachine(SessionsMachine):
         """Everything moves, but the compiler."""
         for _ in range(ROUNDS):
             self.loop.settle()
-            worker = self.worker
-            if worker is None or worker.only_compiles:
-                return
-            if not self._move():
+            if self.worker is None or not self._move(compiles=False):
                 return
 
     def _check_let_go(self, reader: Reader) -> None:
