@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from trioengine.core.messages import StopSession
+from trioengine.core.messages import INVALID_GRAMMAR, StopSession
 from trioengine.text.grammar import Matcher
+from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.grammars import GrammarCompiled
-from trioengine.worker.scheduling.scheduler import Scheduler
-from trioengine.worker.scheduling.sequence import Sequence
+from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
 
 
 def _begin_anew(take_compiled: Any) -> Any:
@@ -21,11 +21,11 @@ def _begin_anew(take_compiled: Any) -> Any:
     return mutant
 
 
-def _take_twice(preempt: Any) -> Any:
-    def mutant(self: Scheduler, sequence: Sequence) -> None:
-        preempt(self, sequence)
-        if isinstance(sequence.constraint, Matcher) and sequence.constraint._num_taken:
-            sequence.constraint._num_taken -= 1
+def _take_twice(release: Any) -> Any:
+    def mutant(self: BlockManager, sequence: Sequence) -> None:
+        release(self, sequence)
+        if sequence.status is SequenceStatus.RUNNING and isinstance(sequence.constraint, Matcher):  # not over
+            sequence.constraint._num_taken = max(0, sequence.constraint._num_taken - 1)
 
     return mutant
 
@@ -42,10 +42,39 @@ def _leave_the_compiling(stop_session: Any) -> Any:
 
 def _apply_to_the_ended(take_compiled: Any) -> Any:
     def mutant(self: EngineCore, compiled: GrammarCompiled) -> Any:
-        status, compiled.sequence.status = compiled.sequence.status, compiled.sequence.status.__class__.PARKED
-        try:
-            return take_compiled(self, compiled)
-        finally:
-            compiled.sequence.status = status
+        sequence = compiled.sequence
+        if sequence.status is SequenceStatus.FINISHED and compiled.constraint is None:
+            self._take_back(sequence)
+            return [sequence.failure(INVALID_GRAMMAR, compiled.error)]
+        return take_compiled(self, compiled)
 
     return mutant
+
+
+GRAMMAR_MUTANTS = (
+    Mutant(
+        "F72",
+        "an answer that continues on another worker follows its grammar from the beginning",
+        replaced(EngineCore, "_take_compiled", _begin_anew),
+        shows="the model's|of none of the weights|goes on|a worker failed: .*MatcherFailed",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F73",
+        "a grammar takes the last token of a preempted sequence twice",
+        replaced(BlockManager, "release", _take_twice),
+        shows="the model's|the whole answer|a worker failed: .*MatcherFailed",
+    ),
+    Mutant(
+        "F74",
+        "an abort does not end a request whose grammar compiles",
+        replaced(EngineCore, "_stop_session", _leave_the_compiling),
+        shows="it was stopped, and compiles|a stopped request goes on",
+    ),
+    Mutant(
+        "F75",
+        "the error of a grammar whose request has ended is applied",
+        replaced(EngineCore, "_take_compiled", _apply_to_the_ended),
+        shows="KeyError|nothing was wrong|is not in flight|the engine broke the protocol|is sent for|the worker sent",
+    ),
+)

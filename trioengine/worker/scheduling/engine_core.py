@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from trioengine.core.errors import InvariantError, ModelError, RemoteProtocolError, RequestRejected
 from trioengine.core.messages import (
+    INVALID_GRAMMAR,
     WIRE_NAMES,
     AddMessage,
     AddSession,
@@ -49,7 +50,6 @@ from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import Limits, ModelRunner, Sequence, SequenceStatus
 
 Event: TypeAlias = ToWorker | PayloadArrived | PictureDecoded | GrammarCompiled
-INVALID_GRAMMAR = "invalid_grammar"  # the code of a request whose grammar cannot be compiled
 INVALID_IMAGE = "invalid_image"  # the code of a request with an image that cannot be decoded
 
 
