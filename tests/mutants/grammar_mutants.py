@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mutant import Mutant, replaced
+
 from trioengine.core.messages import INVALID_GRAMMAR, StopSession
 from trioengine.text.grammar import Matcher
 from trioengine.worker.scheduling.block_manager import BlockManager

@@ -37,4 +37,5 @@ _AROUND_IT = (
     *CLIENT_MUTANTS,
     *GRAMMAR_MUTANTS,
 )
-MUTANTS: dict[str, Mutant] = {mutant.id: mutant for mutant in sorted((*_OF_THE_ENGINE, *_AROUND_IT), key=_row)}
+_ALL = (*_OF_THE_ENGINE, *_AROUND_IT)
+MUTANTS: dict[str, Mutant] = {mutant.id: mutant for mutant in sorted(_ALL, key=_row)}
