@@ -73,6 +73,7 @@ GRAMMARS: Mapping[str, FuzzGrammar] = {
     ),
 }
 NAMES = (*("choice", "words", "words", "words", "object", "object", "nested"), "unknown rule", "unknown token")
+GOOD = ("words", "words", "object", "nested")
 _OF = {each.grammar: each for each in GRAMMARS.values()}
 
 

@@ -8,7 +8,7 @@ from hypothesis.stateful import precondition
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Reader, Style
-from trioengine.testing.fuzz.grammars import GRAMMARS, NAMES
+from trioengine.testing.fuzz.grammars import GOOD, GRAMMARS, NAMES
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.sessions_machine import WHICH, SessionsMachine
 from trioengine.testing.fuzz.world import ROUNDS
@@ -57,6 +57,17 @@ class GrammarsMachine(SessionsMachine):
         self._read(which, Style(style), params, prompt="be", keep_partial=keep_partial, media=media)
         if rounds:
             self._flow(rounds)
+
+    @precondition(lambda self: len(self.idle_holders) > 1)
+    @recorded(which=st.integers(0, 2), grammar=st.sampled_from(GOOD), min_tokens=st.sampled_from((0, 30)))
+    def crowd_by_grammar(self, which: int, grammar: str, min_tokens: int) -> None:
+        """Two requests whose answers together need more KV blocks than there are, so that one is preempted."""
+        for each in (grammar, "words"):
+            params = SamplingParams(max_tokens=40, min_tokens=min_tokens, grammar=GRAMMARS[each].grammar)
+            self._read(which, Style.ALL, params, prompt="to be or not to be")
+            self.loop.settle()
+            if not self.idle_holders:
+                return
 
     @precondition(lambda self: self.worker is not None and self.idle_holders)
     @recorded(
