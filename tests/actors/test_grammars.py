@@ -78,6 +78,7 @@ async def test_an_answer_goes_on_with_the_next_worker(autojump_clock, simulated)
 BAD = [
     Grammar.regex("(a"),
     Grammar.lark('start: "a" b'),
+    Grammar.lark('start: "a" <|nosuch|>'),  # which only the worker's compiler notices
     Grammar.json_schema({"type": "nothing"}),
     Grammar.json_schema({"type": "object", "unevaluatedProperties": False, "not": {"type": "string"}}),
 ]

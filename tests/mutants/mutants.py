@@ -10,6 +10,7 @@ import string
 
 from client_mutants import CLIENT_MUTANTS
 from gate_mutants import GATE_MUTANTS
+from grammar_mutants import GRAMMAR_MUTANTS
 from image_mutants import IMAGE_MUTANTS
 from link_mutants import LINK_MUTANTS
 from mutant import Mutant as Mutant
@@ -27,5 +28,14 @@ def _row(mutant: Mutant) -> tuple[int, str]:
 
 
 _OF_THE_ENGINE = (*SESSION_MUTANTS, *GATE_MUTANTS, *POWER_MUTANTS, *REPLAY_MUTANTS)
-_AROUND_IT = (*LINK_MUTANTS, *IMAGE_MUTANTS, *WORKER_MUTANTS, *SERVER_MUTANTS, *TEXT_MUTANTS, *CLIENT_MUTANTS)
-MUTANTS: dict[str, Mutant] = {mutant.id: mutant for mutant in sorted((*_OF_THE_ENGINE, *_AROUND_IT), key=_row)}
+_AROUND_IT = (
+    *LINK_MUTANTS,
+    *IMAGE_MUTANTS,
+    *WORKER_MUTANTS,
+    *SERVER_MUTANTS,
+    *TEXT_MUTANTS,
+    *CLIENT_MUTANTS,
+    *GRAMMAR_MUTANTS,
+)
+_ALL = (*_OF_THE_ENGINE, *_AROUND_IT)
+MUTANTS: dict[str, Mutant] = {mutant.id: mutant for mutant in sorted(_ALL, key=_row)}

@@ -57,6 +57,7 @@ REFUSED = [
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "invalid_value", "structured_outputs"),
     ({"structured_outputs": {"regex": "("}}, "invalid_grammar", "structured_outputs"),
     ({"structured_outputs": {"choice": []}}, "invalid_grammar", "structured_outputs"),
+    ({"structured_outputs": {"grammar": "start: <|nosuch|>"}}, "invalid_grammar", "structured_outputs"),
     ({"structured_outputs": {"json": "{"}}, "invalid_json", None),
     ({"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "invalid_value", "structured_outputs"),
 ]

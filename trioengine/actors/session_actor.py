@@ -38,7 +38,7 @@ from trioengine.core.errors import (
 )
 from trioengine.core.ledger import RequestState
 from trioengine.core.lifecycle import Action, Event, Phase, PowerEvent, SessionLifecycle
-from trioengine.core.messages import SAMPLING_FAILED, AddMessage, RequestFailed, TokensRow
+from trioengine.core.messages import INVALID_GRAMMAR, SAMPLING_FAILED, AddMessage, RequestFailed, TokensRow
 from trioengine.core.sampling_params import Overflow, check_overflow
 from trioengine.core.types import Cause, FinishReason
 from trioengine.text.chat_template import NO_VARIABLES
@@ -334,7 +334,9 @@ class SessionActor:
     def on_failed(self, message: RequestFailed) -> None:
         """REQUEST_FAILED."""
         is_ours = message.code == SAMPLING_FAILED
-        error = SamplingFailed(message.message) if is_ours else RequestRejected(message.code, message.message)
+        param = "grammar" if message.code == INVALID_GRAMMAR else None
+        rejected = RequestRejected(message.code, message.message, param=param)
+        error = SamplingFailed(message.message) if is_ours else rejected
         self._in_flight().set_outcome(Outcome(FinishReason.ERROR, error=error))
         self._finish()
 

@@ -13,7 +13,7 @@ import trio
 from trio.testing import MemoryReceiveStream
 
 from trioengine.core.messages import Fatal
-from trioengine.testing.toy_model import toy_compile
+from trioengine.testing.toy_grammar import toy_compile
 from trioengine.worker.scheduling.grammars import GrammarCompiled, compile_for
 from trioengine.worker.scheduling.image_queue import PictureDecoded, decode_picture
 from trioengine.worker.scheduling.images import Decode, Picture
@@ -27,7 +27,7 @@ class Behaviour:
     load_time: float = 0.5
     load_bytes: int = 0  # reported by LOADING, half of them in half of that time
     step_time: float = 0.01
-    decode_time: float = 0.02  # of an image; no longer than a step where there is one
+    decode_time: float = 0.02  # of an image or a grammar; no longer than a step where there is one
     fatal: Fatal | None = None  # sent instead of READY
 
 
@@ -231,13 +231,21 @@ class SimulatedDecoder:
 
 
 class SimulatedCompiler:
-    """A Compiler that reports at once, to be handled in a later turn."""
+    """A Compiler that is moved by hand."""
 
     def __init__(self, report: Callable[[GrammarCompiled], None]) -> None:
         self._report = report
+        self._sequences: deque[Sequence] = deque()
+
+    def __len__(self) -> int:
+        return len(self._sequences)
 
     def submit(self, sequence: Sequence) -> None:
-        self._report(compile_for(sequence, toy_compile))
+        self._sequences.append(sequence)
+
+    def compile(self) -> None:
+        """Compile the next grammar, also where its sequence has ended."""
+        self._report(compile_for(self._sequences.popleft(), toy_compile))
 
 
 SIGTERM, SIGKILL, SIGSEGV = 15, 9, 11

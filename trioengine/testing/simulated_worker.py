@@ -68,7 +68,8 @@ class WorkerObserver:
 class SimulatedWorker(SimulatedProcess):
     """One incarnation.
 
-    With `by_hand` nothing happens by itself: `receive`, `receive_payloads`, `turn`, `decode` and `deliver` are called.
+    With `by_hand` nothing happens by itself: `receive`, `receive_payloads`, `turn`, `decode`, `compile` and `deliver`
+    are called.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class SimulatedWorker(SimulatedProcess):
         self._behaviour = behaviour
         self._queue: deque[Event] = deque()
         self._stopped: set[int] = set()  # requests
-        self._arrivals: dict[int, bool] = {}  # requests in order, and whether they have images
+        self._arrivals: dict[int, bool] = {}  # requests in order, and whether they have images or a grammar
         self._weight_version = 0
         self._stalled_until = math.inf
         self._activity, self._since, self._progress = Activity.STARTING, trio.current_time(), 0
@@ -143,7 +144,8 @@ class SimulatedWorker(SimulatedProcess):
     @property
     def has_work(self) -> bool:
         """Whether `turn` would do anything."""
-        return self.health is Health.WELL and (bool(self._queue) or self.core.has_work or len(self.decoder) > 0)
+        is_busy = bool(self._queue) or self.core.has_work or len(self.decoder) + len(self.compiler) > 0
+        return self.health is Health.WELL and is_busy
 
     @property
     def has_images(self) -> bool:
@@ -153,7 +155,17 @@ class SimulatedWorker(SimulatedProcess):
     @property
     def only_decodes(self) -> bool:
         """Whether `turn` would decode an image, as there is nothing else to do."""
-        return self.has_work and not self._queue and not self.core.has_work
+        return self._is_idle and len(self.decoder) > 0
+
+    @property
+    def only_compiles(self) -> bool:
+        """Whether `turn` would compile a grammar, as there is nothing else to do."""
+        return self._is_idle and len(self.compiler) > 0 and not self.decoder
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether it is well, and only the decoder and the compiler may have work."""
+        return self.health is Health.WELL and not self._queue and not self.core.has_work
 
     def begin_decoding(self) -> None:
         """Begin to decode the next image, if there is one; `decode` ends that."""
@@ -165,16 +177,23 @@ class SimulatedWorker(SimulatedProcess):
         if self.reads and self.decoder:
             self.decoder.decode()
 
+    def compile(self) -> None:
+        """Compile the next grammar, if there is one: beside a step, even one that takes long."""
+        if self.reads and self.compiler:
+            self.compiler.compile()
+
     def turn(self) -> None:
-        """Handle the next message or event; otherwise run a step; otherwise decode an image."""
+        """Handle the next message or event; otherwise run a step; otherwise decode an image, or compile a grammar."""
         if not self.has_work:
             return
         if self._queue:
             self._handle(self._queue.popleft())
         elif self.core.has_work:
             self._step()
-        else:
+        elif self.decoder:
             self.decode()
+        else:
+            self.compile()
 
     # ---- the worker's work ----------------------------------------------------------------------------------------
 
@@ -200,6 +219,7 @@ class SimulatedWorker(SimulatedProcess):
             elif self.health is Health.WELL and self._queue:
                 self._handle(self._queue.popleft())
             self.decode()
+            self.compile()
 
     async def _load(self) -> None:
         total = self._behaviour.load_bytes
@@ -213,7 +233,7 @@ class SimulatedWorker(SimulatedProcess):
 
     def _step(self) -> None:
         known = self.core.requests
-        self._arrivals = {each: has_images for each, has_images in self._arrivals.items() if each in known}
+        self._arrivals = {each: may_wait for each, may_wait in self._arrivals.items() if each in known}
         self.runner.arrivals = self._arrivals
         try:
             messages = self.core.step()
@@ -254,7 +274,7 @@ class SimulatedWorker(SimulatedProcess):
                 self._stopped.add(message.request)
             elif isinstance(message, AddMessage):
                 self._arrivals.pop(message.request, None)  # it comes again
-                self._arrivals[message.request] = bool(message.images)
+                self._arrivals[message.request] = bool(message.images) or message.params.grammar is not None
             try:
                 for observer in self._observers:
                     observer.handling(self, message)

@@ -30,7 +30,7 @@ class StepWatch:
     def take(self, output: SchedulerOutput, arrivals: Mapping[int, bool]) -> list[ScheduledSequence]:
         """Check a step before it is computed, and return the entries that begin, or begin again after a preemption.
 
-        `arrivals` are all requests that the worker has, in their order, and whether they have images.
+        `arrivals` are all requests that the worker has, in their order, and whether they have images or a grammar.
         """
         self._num_steps += 1
         self._live = {each: seen for each, seen in self._live.items() if each.status is SequenceStatus.RUNNING}
@@ -87,9 +87,9 @@ class StepWatch:
         running = {sequence.request for sequence in self._live}
         beginning = {entry.sequence.request for entry in began}
         overtaken: list[int] = []
-        for request, has_images in arrivals.items():
+        for request, may_wait in arrivals.items():
             assert request not in beginning or not overtaken, f"request {request} begins before {overtaken}"
-            if not has_images and request not in running:
+            if not may_wait and request not in running:
                 overtaken.append(request)
 
     def _check_starved(self) -> None:
@@ -103,6 +103,8 @@ def _has_ended(sequence: Sequence, limits: Limits) -> bool:
     params, num_output = sequence.params, sequence.num_output_tokens
     if num_output < 1:
         return False
+    if sequence.constraint is not None and sequence.constraint.is_complete:
+        return True
     latest, is_whole = sequence.token_ids[-1], num_output >= params.min_tokens
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else sequence.eos_token_ids)
     is_full = sequence.num_tokens >= limits.max_sequence_len or num_output >= (params.max_tokens or num_output + 1)

@@ -7,11 +7,11 @@ import math
 import struct
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from trioengine.core.errors import ModelError
 from trioengine.core.grammar import Grammar, GrammarFailed
@@ -21,22 +21,19 @@ from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.core.types import TokenIds
 from trioengine.hub.model_info import ModelFormat, ModelInfo
 from trioengine.testing.step_watch import StepWatch
+from trioengine.testing.toy_grammar import ToyFollower, toy_allowed
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
 from trioengine.worker.scheduling.grammars import INVALID_GRAMMAR
 from trioengine.worker.scheduling.images import DecodedImage, ImageError, Tile, TileShape
 from trioengine.worker.scheduling.sequence import (
     BlockCopy,
-    Constraint,
     Limits,
     Sampled,
     ScheduledSequence,
     SchedulerOutput,
     Sequence,
 )
-
-if TYPE_CHECKING:
-    from trioengine.text.grammar import Compiler
 
 ToyImage: TypeAlias = tuple[Iterable[int], bytes]  # where its tiles begin in a prompt, and its bytes
 
@@ -194,35 +191,29 @@ def toy_answer(
     weights: int = 0,
     images: Iterable[ToyImage] = (),
     tile: TileShape = TOY_TILE,
+    grammar: Grammar | None = None,
+    unwanted: Container[int] = (),
+    min_tokens: int = 0,
 ) -> list[int]:
-    """The reference: the toy model's answer with these weights, the end token included."""
+    """The reference: the toy model's answer with these weights, the end token included.
+
+    It ends where it is complete by the grammar; in its first `min_tokens` tokens it avoids the `unwanted` ones.
+    """
+    follower = None if grammar is None else ToyFollower(grammar)
     values = array("L")
     answer: list[int] = []
     embedded = toy_embeddings(images, tile.num_tokens, weights)
     for position, token_id in enumerate(prompt):
         values.append(toy_value(embedded.get(position, token_id), values[-1] if values else weights))
     while len(answer) < max_tokens and (ignore_eos or not answer or answer[-1] != IM_END):
-        answer.append(toy_next(values))
-        values.append(toy_value(answer[-1], values[-1]))
+        token_id = toy_next(values)
+        if follower is not None:
+            token_id = follower.take(token_id, unwanted if len(answer) < min_tokens else ())
+        answer.append(token_id)
+        values.append(toy_value(token_id, values[-1]))
+        if follower is not None and follower.is_complete:
+            break
     return answer
-
-
-def toy_compile(grammar: Grammar) -> Constraint:
-    """Compile a grammar for the toy model. Raises RequestRejected."""
-    return _compiler().compile(grammar)
-
-
-@cache
-def _compiler() -> Compiler:
-    from trioengine.text.grammar import Compiler  # not needed by most programs, and slow to import
-
-    return Compiler(Tokenizer.from_json(_tokenizer_json(None)), (IM_END, END_OF_TEXT))
-
-
-def toy_allowed(token_id: int, allowed: bytes) -> int:
-    """The token, or where it is not allowed the next one that is, by their numbers."""
-    numbers = ((token_id + offset) % VOCAB_SIZE for offset in range(VOCAB_SIZE))
-    return next(number for number in numbers if allowed[number // 8] >> number % 8 & 1)
 
 
 def toy_logprobs(token_id: int, top: int) -> dict[int, float]:
@@ -254,7 +245,7 @@ class ToyRunner:
         self.asleep: frozenset[Tag] = frozenset()
         self.fail_requests: set[int] = set()  # these fail alone, at their next token
         self.poisoned: Mapping[int, int] = {}  # requests, and how many tokens they get before it crashes
-        self.arrivals: Mapping[int, bool] = {}  # requests in order, and whether they have images
+        self.arrivals: Mapping[int, bool] = {}  # requests in order, and whether they have images or a grammar
         self.num_steps = self.num_computed = 0  # steps that were computed, and their tokens
         self.fail_wakes = 0  # so many of the next ones
 
@@ -320,8 +311,10 @@ class ToyRunner:
             values = array("L", map(self._slots.__getitem__, slots))
             token_id, top = toy_next(values), sequence.params.logprobs
             if sequence.constraint is not None:
+                is_short = sequence.num_output_tokens < sequence.params.min_tokens
+                unwanted = sequence.eos_token_ids.union(sequence.params.stop_token_ids) if is_short else ()
                 try:
-                    token_id = toy_allowed(token_id, sequence.constraint.allowed())
+                    token_id = toy_allowed(token_id, sequence.constraint.allowed(), unwanted)
                 except GrammarFailed as exc:
                     sampled.append(sequence.failure(INVALID_GRAMMAR, f"grammar: {exc}"))
                     continue

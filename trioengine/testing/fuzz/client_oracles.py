@@ -14,6 +14,7 @@ from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Completion, FinishReason
 from trioengine.testing.fuzz import inside, inside_client
+from trioengine.testing.fuzz.answers import reference
 from trioengine.testing.fuzz.callers import Reader
 from trioengine.testing.fuzz.client_callers import OneShot, RemoteHolder, RemoteReader, User, check_error
 from trioengine.testing.fuzz.conversations import (
@@ -25,7 +26,6 @@ from trioengine.testing.fuzz.conversations import (
     is_refused,
     pictures_of,
     prompt_of,
-    reference,
     shortened,
     text_of,
 )

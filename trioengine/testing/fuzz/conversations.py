@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-from array import array
 from collections.abc import Container, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
@@ -15,24 +13,14 @@ from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.image import is_image_part
-from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.types import Cause, Completion, FinishReason
 from trioengine.testing.fuzz import inside_payloads
 from trioengine.testing.toy_model import (
-    IM_END,
     TOY_PROCESSING,
-    TOY_TILE,
     DamagedPicture,
     ToyImage,
     ToyPicture,
-    toy_answer,
-    toy_embeddings,
     toy_file,
-    toy_logprobs,
     toy_model,
-    toy_next,
-    toy_value,
-    toy_weights,
 )
 from trioengine.testing.toy_model import UNREADABLE as UNREADABLE_BYTES
 from trioengine.text.chat_tokenizer import ChatTokenizer
@@ -294,119 +282,3 @@ def shortened(turns: tuple[Turn, ...], max_model_len: int, max_tokens: int) -> t
     fitting = (count for count, each in enumerate(kept) if len(prompt_ids(each)) + room <= max_model_len)
     count = next(fitting, len(kept) - 1)
     return kept[count], count
-
-
-def check_answer(
-    completion: Completion,
-    prompt: tuple[int, ...],
-    params: SamplingParams,
-    max_model_len: int,
-    causes: AbstractSet[Cause],
-    paths: Sequence[str],
-    images: tuple[ToyImage, ...] = (),
-) -> None:
-    """It is the model's; or an abort, by one of the causes that there were, with a part of the model's."""
-    room = max_model_len - len(prompt)
-    versions, ids, text = completion.weight_versions, completion.token_ids, completion.text
-    assert bool(versions) == bool(ids) and list(versions) == sorted(set(versions)), f"{ids} of the weights {versions}"
-    weights = [toy_weights(paths[version]) for version in versions]
-    if len(set(weights)) > 1:
-        check_mixed(ids, prompt, weights, images)
-        return
-    if ids:
-        check_seen(images)
-    length = min(room, params.max_tokens or room)
-    expected = reference(
-        prompt,
-        length,
-        params.stop,
-        *weights[:1],
-        ignore_eos=params.ignore_eos,
-        min_tokens=params.min_tokens,
-        stop_token_ids=params.stop_token_ids,
-        images=images,
-    )
-    check_logprobs(completion, params)
-    if completion.finish_reason is FinishReason.ABORT:
-        assert completion.cause in causes, f"aborted by {completion.cause}, there were {causes or 'no causes'}"
-        assert not ids or ids != expected.token_ids, f"the whole answer {text!r} came, and is an abort"
-        assert expected.token_ids[: len(ids)] == ids, f"{ids} is not part of the model's answer {expected.token_ids}"
-        shown = "".join(chr(token) for token in ids if token != IM_END)
-        assert text == shown, f"the text of an abort is {text!r}, of its tokens {shown!r}"
-        assert completion.usage.completion_tokens == len(ids), f"counted wrongly: {completion.usage}"
-        return
-    assert ids == expected.token_ids, f"the answer is {ids}, the model's is {expected.token_ids}"
-    assert text == expected.text, f"the answer is {text!r}, the model's is {expected.text!r}"
-    assert completion.finish_reason is expected.finish_reason, f"{completion.finish_reason}, not {expected}"
-    assert completion.cause is None, "only an abort has a cause"
-    usage = completion.usage
-    assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(ids)), f"counted wrongly: {usage}"
-
-
-def check_logprobs(completion: Completion, params: SamplingParams) -> None:
-    """Each token has its logprobs, if they were asked for, and none has any if not."""
-    found, top = completion.logprobs, params.logprobs
-    due = None if top is None else tuple(toy_logprobs(token, top) for token in completion.token_ids)
-    assert found == due, f"the logprobs of {completion.token_ids} are {found}, the model's are {due}"
-
-
-class Answer(NamedTuple):
-    """The model's answer."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-
-
-def check_mixed(
-    ids: tuple[int, ...], prompt: tuple[int, ...], weights: Sequence[int], images: tuple[ToyImage, ...]
-) -> None:
-    """Check that each token comes from the weights of its time; these changed on the way, in this order."""
-    possible = {0}  # which of the weights the latest token may be of
-    for at, token in enumerate(ids):
-        history = (*prompt, *ids[:at])
-        fits = [index for index, each in enumerate(weights) if _next(history, each, images) == token]
-        possible = {index for index in fits if index >= min(possible)}
-        assert possible, f"{ids[at:]} after {at} tokens is of none of the weights that there were"
-
-
-@lru_cache(maxsize=1 << 12)
-def _next(history: tuple[int, ...], weights: int, images: tuple[ToyImage, ...]) -> int:
-    values = array("L")
-    embedded = toy_embeddings(images, TOY_TILE.num_tokens, weights)
-    for position, token_id in enumerate(history):
-        values.append(toy_value(embedded.get(position, token_id), values[-1] if values else weights))
-    return toy_next(values)
-
-
-@lru_cache(maxsize=1 << 14)
-def reference(
-    prompt: tuple[int, ...],
-    max_tokens: int,
-    stop: tuple[str, ...] = (),
-    weights: int = 0,
-    *,
-    ignore_eos: bool = False,
-    min_tokens: int = 0,
-    stop_token_ids: tuple[int, ...] = (),
-    images: tuple[ToyImage, ...] = (),
-) -> Answer:
-    """The model's answer, by its own arithmetic: end tokens and stop strings do not end a shorter answer."""
-    length = max(max_tokens, 0) if prompt else 0  # a prompt may be longer than the context
-    ids = tuple(toy_answer(prompt, length, ignore_eos=True, weights=weights, images=images))
-    end_tokens = {*stop_token_ids} | (set() if ignore_eos else {IM_END})
-    shortest = min(min_tokens, length)  # where the context ends, an end token counts
-    ends = [at + 1 for at, token in enumerate(ids) if token in end_tokens and at + 1 >= shortest]
-    ids = ids[: min(ends, default=length)]
-    shown = [at for at, token in enumerate(ids) if token != IM_END and not (ends and at + 1 == len(ids))]
-    text = bytes(ids[at] for at in shown).decode("ascii")  # a token is a character, or hidden
-    stops = [
-        (shown[at + len(string) - 1] + 1, at)
-        for string in stop
-        for at in range(len(text) - len(string) + 1)
-        if text.startswith(string, at) and shown[at + len(string) - 1] + 1 >= min_tokens
-    ]
-    if stops:
-        taken, cut = min(stops)
-        return Answer(ids[:taken], text[:cut], FinishReason.STOP)
-    return Answer(ids, text, FinishReason.STOP if ends else FinishReason.LENGTH)

@@ -9,8 +9,8 @@ from hypothesis.stateful import initialize, precondition
 
 from trioengine.core.errors import EngineError, EngineOverloaded, SessionBusy
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.types import Cause
 from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz.answers import reference
 from trioengine.testing.fuzz.callers import UNPREPARED, Reader, SessionHolder, Style, latest_first
 from trioengine.testing.fuzz.conversations import (
     LONG,
@@ -23,11 +23,11 @@ from trioengine.testing.fuzz.conversations import (
     messages_of,
     pictures_of,
     prompt_ids,
-    reference,
 )
+from trioengine.testing.fuzz.grammars_machine import GrammarsMachine
 from trioengine.testing.fuzz.oracles import asked, committed
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.sessions_machine import TURN_LENGTHS, WAIT, WHICH, SessionsMachine, raw_ids
+from trioengine.testing.fuzz.sessions_machine import TURN_LENGTHS, WAIT, WHICH, raw_ids
 from trioengine.testing.fuzz.world import CONFIG
 
 TURNS_TO_PARK = 3  # of the worker, in which it takes a session and its request
@@ -46,7 +46,7 @@ HISTORIES: tuple[tuple[Turn, ...], ...] = (
 )
 
 
-class EngineMachine(SessionsMachine):
+class EngineMachine(GrammarsMachine):
     """Rules are actions of the outside world; their arguments choose among the objects that exist.
 
     Requests in flight fail with their worker; in the machines built on it, and for servers, they go on.
@@ -293,13 +293,6 @@ class EngineMachine(SessionsMachine):
         self.loop.tick(passes)
         self._abort_all(keep_waiting=keep_waiting)
 
-    def _stop_or_end(self, reader: Reader, what: str) -> None:
-        if what == "end":
-            self._note_moment(reader, what)
-            self._end(reader.holder)
-        else:
-            self._stop(reader, what)
-
     @precondition(lambda self: self.shows)
     @recorded(which=WHICH, is_new=st.booleans(), wait=WAIT, timeout=st.sampled_from((None, None, 0.5)))
     def open_with(self, which: int, is_new: bool, wait: bool | None, timeout: float | None) -> None:
@@ -376,11 +369,6 @@ class EngineMachine(SessionsMachine):
                 holder.scope.cancel()
             case "end":
                 self._end(holder)
-
-    def _end(self, holder: SessionHolder) -> None:
-        if holder.session is not None and (request := inside.request_of(holder.session)) is not None:
-            self.requests.fix_cause([request], Cause.CLIENT)
-        holder.end()
 
     @precondition(lambda self: self.open_holders)
     @recorded(which=WHICH, turns=st.sampled_from((0, 1, 2, 2, 3)))

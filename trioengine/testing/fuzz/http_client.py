@@ -16,6 +16,7 @@ from trioengine.serve.connection import BEYOND_TIMEOUT
 from trioengine.testing.fuzz import shapes
 from trioengine.testing.fuzz.conversations import check_seen, is_failed, is_refused
 from trioengine.testing.fuzz.faults import InjectedFaults, Life
+from trioengine.testing.fuzz.grammars import GRAMMARS
 from trioengine.testing.fuzz.http_books import KEYS, SERVED_BEYOND, HttpBooks, Request
 from trioengine.testing.fuzz.http_exchange import Ask, Exchange, Judge
 from trioengine.testing.fuzz.shapes import ChatStream, Given, Head
@@ -336,7 +337,8 @@ class HttpClient(SimulatedPeer):
         assert ask is not None, f"{exchange.request} is refused by {error}"
         assert code != "aborted" or exchange.is_aborted, f"aborted, with the ids {exchange.ids}: {exchange.request}"
         too_long = code == "context_length_exceeded" and len(ask.prompt.token_ids) >= self._max_model_len
-        is_bad = too_long or is_refused(code, ask.content) or self._is_failed(ask, code)
+        has_bad_grammar = code == "invalid_grammar" and ask.has_bad_grammar
+        is_bad = has_bad_grammar or too_long or is_refused(code, ask.content) or self._is_failed(ask, code)
         assert is_bad or self._faults.excuse(code, exchange.life), f"nothing may fail by {error}"
         if code == "overloaded" and isinstance(ask.content, str):
             assert status, f"an answer that has begun is refused: {error}"
@@ -349,11 +351,15 @@ class HttpClient(SimulatedPeer):
     def _judge_answer(self, exchange: Exchange, ask: Ask, given: Given) -> None:
         token_ids, images = ask.prompt
         check_seen(images)
+        assert not ask.has_bad_grammar, f"its grammar cannot be compiled, and it is answered: {given.text!r}"
         expected = ask.expected(self._max_model_len)
         wanted = "stop" if expected.finish_reason is FinishReason.STOP else "length"
         assert (given.text, given.finish_reason) == (expected.text, wanted), (
             f"the answer is {given.text!r} and {given.finish_reason}, the model's is {expected.text!r}, {wanted}"
         )
+        if ask.grammar and ask.stop is None and wanted == "stop":
+            is_whole = GRAMMARS[ask.grammar].is_complete(given.text)
+            assert is_whole, f"{given.text!r} has ended, and is not complete by its grammar"
         if ask.top_logprobs is not None:
             shapes.check_logprobs(given.logprobs, expected.token_ids, ask.top_logprobs)
         if given.usage is not None:
@@ -369,6 +375,7 @@ class HttpClient(SimulatedPeer):
     def _judge_part(self, ask: Ask, text: str) -> None:
         """Judge the text of an answer that was cut short; it may end with the beginning of a stop string."""
         expected = ask.expected(self._max_model_len)
+        assert not (text and ask.has_bad_grammar), f"its grammar cannot be compiled, and it is answered: {text!r}"
         most = expected.text
         if ask.stop is not None and expected.finish_reason is FinishReason.STOP:
             most += ask.stop[:-1]

@@ -8,8 +8,10 @@ from typing import Any
 
 import h11
 
-from trioengine.testing.fuzz.conversations import Answer, Content, FuzzPrompt, chat_content, prompt_of, reference
+from trioengine.testing.fuzz.answers import Answer, reference
+from trioengine.testing.fuzz.conversations import Content, FuzzPrompt, chat_content, prompt_of
 from trioengine.testing.fuzz.faults import Life
+from trioengine.testing.fuzz.grammars import GRAMMARS
 from trioengine.testing.fuzz.http_books import Request, Use
 from trioengine.testing.fuzz.shapes import ChatStream, Head
 
@@ -27,18 +29,27 @@ class Ask:
     top_logprobs: int | None = None
     has_usage: bool = False  # in its stream
     request_id: str | None = None  # in its body
+    grammar: str = ""  # its name
 
     @property
     def prompt(self) -> FuzzPrompt:
         return prompt_of((("user", self.content),))
 
     def expected(self, max_model_len: int) -> Answer:
-        """The model's answer, if there is room for one."""
+        """The model's answer, if there is room for one, and its grammar is none that cannot be compiled."""
+        grammar = GRAMMARS[self.grammar].grammar if self.grammar and not self.has_bad_grammar else None
         token_ids, images = self.prompt
         length = min(max_model_len - len(token_ids), self.max_tokens)
         stop = () if self.stop is None else (self.stop,)
         ends = () if self.stop_token is None else (self.stop_token,)
-        return reference(token_ids, length, stop, min_tokens=self.min_tokens, stop_token_ids=ends, images=images)
+        return reference(
+            token_ids, length, stop, min_tokens=self.min_tokens, stop_token_ids=ends, images=images, grammar=grammar
+        )
+
+    @property
+    def has_bad_grammar(self) -> bool:
+        """Whether it has a grammar that cannot be compiled."""
+        return bool(self.grammar) and GRAMMARS[self.grammar].is_bad
 
     def fields(self, model: str) -> dict[str, Any]:
         """The body of the request; fields that would change nothing are left out."""
@@ -57,6 +68,7 @@ class Ask:
             "stream_options": {"include_usage": True} if self.has_usage else None,
             "request_id": self.request_id,
         }
+        given |= GRAMMARS[self.grammar].fields if self.grammar else {}
         return given | {name: value for name, value in more.items() if value is not None}
 
 

@@ -19,6 +19,7 @@ from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.conversations import FILES, content_of
 from trioengine.testing.fuzz.environment import ORDERS
 from trioengine.testing.fuzz.faults import Harm, Life
+from trioengine.testing.fuzz.grammars import NAMES
 from trioengine.testing.fuzz.http_books import ADMIN_KEY, KEYS, HttpBooks, Request, Tally
 from trioengine.testing.fuzz.http_client import BEFORE_THE_HANDLER, FRAMINGS, HttpClient
 from trioengine.testing.fuzz.http_exchange import Ask
@@ -123,6 +124,31 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         """A request with more fields."""
         ask = Ask(prompt, 20, streams, stop, min_tokens, stop_token, top_logprobs, has_usage=streams)
         pick(self.speakers, which).ask(ask)
+        if rounds:
+            self._flow(rounds)
+
+    @precondition(lambda self: self.has_speakers)
+    @recorded(
+        which=WHICH,
+        grammar=st.sampled_from(NAMES),
+        streams=st.booleans(),
+        stop=st.sampled_from((None, None, "e")),
+        min_tokens=st.sampled_from((0, 0, 9)),
+        max_tokens=st.sampled_from((40, 12)),
+        rounds=st.sampled_from((0, 0, 6, 9, 20)),
+    )
+    def ask_by_grammar(
+        self,
+        which: int,
+        grammar: str,
+        streams: bool,
+        stop: str | None,
+        min_tokens: int,
+        max_tokens: int,
+        rounds: int,
+    ) -> None:
+        """A request for an answer that follows a grammar."""
+        pick(self.speakers, which).ask(Ask("be", max_tokens, streams, stop, min_tokens, grammar=grammar))
         if rounds:
             self._flow(rounds)
 

@@ -290,9 +290,14 @@ def sequence_of(worker: SimulatedWorker, session: int) -> Sequence | None:
 
 
 def parked(worker: SimulatedWorker) -> list[Sequence]:
-    """The worker's sequences that wait for their payloads."""
+    """The worker's sequences that wait for their payloads, or for their grammars."""
     waiters = worker.core._scheduler._waiters
     return [each for each in waiters.sequences if each.status is SequenceStatus.PARKED]
+
+
+def is_compiling(worker: SimulatedWorker, request: int) -> bool:
+    """Whether the worker has this request, and its grammar has yet to be compiled."""
+    return any(each.request == request and each.is_compiling for each in parked(worker))
 
 
 def known_pictures(worker: SimulatedWorker, message: AddMessage) -> list[Picture]:

@@ -26,11 +26,11 @@ from trioengine.core.errors import (
 from trioengine.core.lifecycle import Phase, Power
 from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz.answers import check_answer
 from trioengine.testing.fuzz.callers import UNPREPARED, Call, Reader, SessionHolder
 from trioengine.testing.fuzz.conversations import (
     RAW,
     Turn,
-    check_answer,
     check_failed_image,
     content_of,
     is_mixed,
@@ -44,6 +44,7 @@ from trioengine.testing.fuzz.conversations import (
     shortened,
 )
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults
+from trioengine.testing.fuzz.grammars import is_bad
 from trioengine.testing.fuzz.request_log import RequestLog
 from trioengine.testing.simulated_worker import SimulatedWorker
 
@@ -155,7 +156,9 @@ def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults, req
                 assert not requests.is_fixed(generation), f"it was aborted by {causes}, and then {outcome.error!r}"
                 _check_lost(reader, generation, faults)
             case RequestRejected() as error:
-                assert too_long or check_failed_image(error, generation, turns), f"nothing was wrong, and {expected}"
+                has_bad_grammar = error.code == "invalid_grammar" and is_bad(reader.params.grammar)
+                is_bad_prompt = too_long or check_failed_image(error, generation, turns)
+                assert has_bad_grammar or is_bad_prompt, f"nothing was wrong, and {expected}"
             case SamplingFailed():
                 assert generation.request_id in faults.requests, f"nothing was wrong, and {expected}"
             case error:
@@ -191,6 +194,9 @@ def _check_refusal(reader: Reader, max_model_len: int, faults: InjectedFaults) -
             turns, _ = asked(reader, _committed_before(reader, reader.generation.request_id))
             if error.code == "mixed_prompts":
                 assert is_mixed(turns), f"its turns are of one kind, and {error!r}: {turns}"
+                return
+            if error.code == "invalid_grammar":
+                assert is_bad(reader.params.grammar), f"its grammar can be compiled, and {error!r}"
                 return
             length = len(prompt_ids(_computable(turns)))
             if error.code == "image_dropped" or is_refused(error.code, turns[-1][1]):

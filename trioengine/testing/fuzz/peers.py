@@ -112,8 +112,8 @@ class PeersEnvironment(Environment, Generic[Client]):
         self.clients.append(client)
         self.listener.connect(client)
 
-    def _move(self) -> bool:
-        moved = super()._move()
+    def _move(self, *, compiles: bool = True) -> bool:
+        moved = super()._move(compiles=compiles)
         for client in self.clients:
             if client.moves:
                 moved = True

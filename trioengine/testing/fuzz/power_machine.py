@@ -20,6 +20,7 @@ from trioengine.testing.fuzz.callers import Call, Style
 from trioengine.testing.fuzz.changes import UNFIT, Change, Changes
 from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.faults import Harm, Life
+from trioengine.testing.fuzz.grammars import GOOD, GRAMMARS
 from trioengine.testing.fuzz.misuse import CALLS, check_refused_call
 from trioengine.testing.fuzz.oracles import check_line
 from trioengine.testing.fuzz.program import pick, recorded
@@ -83,6 +84,8 @@ class PowerMachine(EngineMachine):
                 self.worker.turn()
         if self.worker is not None and inside.parked(self.worker):
             self.coverage.saw("sleep with a parked request")
+        if self.worker is not None and self.worker.compiler:
+            self.coverage.saw("sleep while a grammar compiles")
         self._sleep(level, mode)
 
     def _sleep(self, level: Literal[1, 2], mode: str) -> None:
@@ -127,6 +130,26 @@ class PowerMachine(EngineMachine):
                 self._kill(0)
             case "drain" | "drain soon" | "abort all":
                 self._suffer(way)
+
+    @precondition(lambda self: self.open_holders and self.engine.state is Power.AWAKE)
+    @recorded(
+        which=WHICH,
+        grammar=st.sampled_from(GOOD),
+        rounds=st.sampled_from((12, 16, 20, 26)),
+        way=st.sampled_from(("kill", "sleep", "update", "update")),
+    )
+    def move_by_grammar(self, which: int, grammar: str, rounds: int, way: str) -> None:
+        """An answer that follows a grammar goes on with another worker, after a sleep, or with other weights."""
+        self._read(which, Style.ALL, SamplingParams(max_tokens=40, grammar=GRAMMARS[grammar].grammar))
+        self._flow(rounds)
+        match way:
+            case "kill" if self.worker is not None:
+                self._kill(0)
+            case "sleep":
+                self._sleep(1, "keep")
+                self._change("wake", self.engine.wake, None, True)
+            case "update":
+                self._update("new", "keep")
 
     @precondition(lambda self: self.in_use and (self.engine.power.asleep or self.changes.running))
     @recorded(way=st.sampled_from(("drain", "drain soon", "abort all", "abort in flight", "close")))

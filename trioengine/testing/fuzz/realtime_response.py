@@ -7,16 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trioengine.core.types import FinishReason
-from trioengine.testing.fuzz.conversations import (
-    Answer,
-    Content,
-    Turn,
-    check_seen,
-    is_failed,
-    prompt_of,
-    reference,
-    shortened,
-)
+from trioengine.testing.fuzz.answers import Answer, reference
+from trioengine.testing.fuzz.conversations import Content, Turn, check_seen, is_failed, prompt_of, shortened
 from trioengine.testing.fuzz.faults import InjectedFaults, Life
 from trioengine.testing.fuzz.realtime_shapes import ResponseEvents
 

@@ -28,13 +28,13 @@ from trioengine.core.lifecycle import Power
 from trioengine.core.sampling_params import Overflow, SamplingParams
 from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.fuzz import inside, inside_payloads
+from trioengine.testing.fuzz.answers import check_answer
 from trioengine.testing.fuzz.callers import Reader, SessionHolder, Style, partial_of
 from trioengine.testing.fuzz.conversations import (
     MEDIA,
     Content,
     FuzzPrompt,
     Turn,
-    check_answer,
     content_of,
     is_failed,
     is_refused,
@@ -296,6 +296,18 @@ class SessionsMachine(CallsMachine):
         holder = SessionHolder(Life(self.faults), self.engine, wait, timeout, overflow, history, messages)
         self.holders.append(holder)
         self.loop.start_soon(holder.run, name=f"holder-{len(self.holders)}")
+
+    def _end(self, holder: SessionHolder) -> None:
+        if holder.session is not None and (request := inside.request_of(holder.session)) is not None:
+            self.requests.fix_cause([request], Cause.CLIENT)
+        holder.end()
+
+    def _stop_or_end(self, reader: Reader, what: str) -> None:
+        if what == "end":
+            self._note_moment(reader, what)
+            self._end(reader.holder)
+        else:
+            self._stop(reader, what)
 
     def _stop(self, reader: Reader, what: str) -> None:
         generation = reader.generation

@@ -10,7 +10,10 @@ from typing import Any
 from trioengine.testing.toy_model import END_OF_TEXT, IM_END, IM_START, toy_logprobs
 
 INVALID, RATE, SERVER = "invalid_request_error", "rate_limit_error", "server_error"
-BAD_FIELDS = ("invalid_type", "invalid_value", "missing_parameter", "unsupported_parameter", "unsupported_content")
+BAD_FIELDS = (
+    *("invalid_type", "invalid_value", "missing_parameter", "unsupported_parameter", "unsupported_content"),
+    "invalid_grammar",
+)
 _IMAGES = ("images_not_supported", "invalid_image_url", "invalid_image_format", "image_parse_error", "invalid_image")
 _BAD_REQUESTS = ("bad_request", "pipelined_too_much", "chunks_too_small")
 _CODES: Mapping[tuple[int, str], tuple[str, ...]] = {  # of errors, by status and type

@@ -195,18 +195,20 @@ class World(Machine):
         check_limits(self.engine)
         check_counts(self.engine)
 
-    def _move(self) -> bool:
+    def _move(self, *, compiles: bool = True) -> bool:
         """Bytes arrive, and the worker does a piece of work; whether there was anything."""
         worker = self.worker
         if worker is None:
             return False
         worker.recover()
         on_their_way = len(worker.to_worker) + len(worker.payloads)
-        moved = worker.has_work or len(worker.to_engine) > 0 or (worker.reads and on_their_way > 0)
+        works = worker.has_work and (compiles or not worker.only_compiles)
+        moved = works or len(worker.to_engine) > 0 or (worker.reads and on_their_way > 0)
         worker.deliver()
         worker.receive()
         worker.receive_payloads()
-        worker.turn()
+        if compiles or not worker.only_compiles:
+            worker.turn()
         return moved
 
     def _flow(self, rounds: int) -> None:

@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from trioengine.core.errors import InvariantError, ModelError, RemoteProtocolError, RequestRejected
 from trioengine.core.messages import (
+    INVALID_GRAMMAR,
     WIRE_NAMES,
     AddMessage,
     AddSession,
