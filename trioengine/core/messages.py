@@ -19,7 +19,7 @@ from trioengine.core.types import FinishReason, Logprobs, TokenIds, Usage
 
 SAMPLING_FAILED = "sampling_failed"  # codes of REQUEST_FAILED, in addition to RequestRejected's
 NO_TOKEN_LEFT = "no_token_left"
-INVALID_GRAMMAR = "invalid_grammar"  # it cannot be compiled
+INVALID_GRAMMAR = "invalid_grammar"  # it cannot be compiled, or not followed
 
 
 # ---- to the worker -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from trioengine.core.errors import ModelError
 from trioengine.core.grammar import Grammar, GrammarFailed
 from trioengine.core.image import ImageInfo, ImageProcessing
-from trioengine.core.messages import SAMPLING_FAILED
+from trioengine.core.messages import INVALID_GRAMMAR, SAMPLING_FAILED
 from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.core.types import TokenIds
 from trioengine.hub.model_info import ModelFormat, ModelInfo
@@ -24,7 +24,6 @@ from trioengine.testing.step_watch import StepWatch
 from trioengine.testing.toy_grammar import ToyFollower, toy_allowed
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
-from trioengine.worker.scheduling.grammars import INVALID_GRAMMAR
 from trioengine.worker.scheduling.images import DecodedImage, ImageError, Tile, TileShape
 from trioengine.worker.scheduling.sequence import (
     BlockCopy,

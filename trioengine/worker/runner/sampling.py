@@ -20,10 +20,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from trioengine.core.grammar import GrammarFailed
-from trioengine.core.messages import NO_TOKEN_LEFT, SAMPLING_FAILED, RequestFailed
+from trioengine.core.messages import INVALID_GRAMMAR, NO_TOKEN_LEFT, SAMPLING_FAILED, RequestFailed
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Logprobs
-from trioengine.worker.scheduling.grammars import INVALID_GRAMMAR
 from trioengine.worker.scheduling.sequence import Sampled, Sequence
 
 GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
@@ -43,10 +42,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
     """
     if not sequences:
         return []
-    if all(_is_plain(sequence) for sequence in sequences):
-        best, token_ids = best_tokens(logits)
-        return _rows(sequences, token_ids.tolist(), _checked(best, best), [None] * len(sequences))
-    raw = logits.float()
+    raw = logits if all(_is_plain(sequence) for sequence in sequences) else logits.float()
     changed = [row for row, sequence in enumerate(sequences) if changes_logits(sequence)]
     masks, failures = _masks(sequences)
     processed = raw.clone() if changed or masks else raw
@@ -106,8 +102,7 @@ def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _is_plain(sequence: Sequence) -> bool:
     params = sequence.params
-    is_free = sequence.constraint is None and not changes_logits(sequence)
-    return params.temperature < GREEDY_BELOW and params.logprobs is None and is_free
+    return params.temperature < GREEDY_BELOW and params.logprobs is None and not changes_logits(sequence)
 
 
 def _checked(best: Tensor, raw_best: Tensor) -> list[float]:

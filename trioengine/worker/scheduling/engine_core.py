@@ -43,7 +43,7 @@ from trioengine.core.messages import (
 )
 from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.core.types import FinishReason, TokenIds, token_ids
-from trioengine.worker.scheduling.grammars import INVALID_GRAMMAR, Compiler, GrammarCompiled, NoCompiler
+from trioengine.worker.scheduling.grammars import Compiler, GrammarCompiled, NoCompiler
 from trioengine.worker.scheduling.image_queue import Decoder, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, place_images
 from trioengine.worker.scheduling.scheduler import Scheduler

@@ -10,8 +10,6 @@ from trioengine.core.errors import InvariantError, RequestRejected
 from trioengine.core.grammar import Grammar
 from trioengine.worker.scheduling.sequence import Constraint, Sequence
 
-INVALID_GRAMMAR = "invalid_grammar"  # the code of a request whose grammar cannot be compiled, or not followed
-
 
 @dataclass(frozen=True, slots=True)
 class GrammarCompiled:
