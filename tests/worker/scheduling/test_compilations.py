@@ -6,7 +6,8 @@ from trioengine import Grammar
 from trioengine.core.messages import AddMessage, AddSession, FromWorker, RequestFailed, Tokens
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import token_ids
-from trioengine.testing.toy_model import IM_END, VOCAB_SIZE, ToyRunner, toy_compile
+from trioengine.testing.toy_grammar import toy_compile
+from trioengine.testing.toy_model import IM_END, VOCAB_SIZE, ToyRunner
 from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.grammars import GrammarCompiled, compile_for
 from trioengine.worker.scheduling.sequence import Limits, Sequence
