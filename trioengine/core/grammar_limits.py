@@ -96,7 +96,7 @@ def _numbers(parts: list[Mapping[str, Any]], names: Set[str]) -> list[int | floa
 
 
 def _whole_number(value: Any) -> int:
-    """Return a multipleOf without its decimal point: 1 for powers of ten, which cost nothing; 0 if not a number."""
+    """Return a multipleOf without its decimal point: 1 for powers of ten, which cost nothing; 0 for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _HUGE:
         return 0  # the compiler refuses it
     _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()

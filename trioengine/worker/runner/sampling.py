@@ -23,6 +23,7 @@ from trioengine.core.grammar import GrammarFailed
 from trioengine.core.messages import INVALID_GRAMMAR, NO_TOKEN_LEFT, SAMPLING_FAILED, RequestFailed
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Logprobs
+
 from trioengine.worker.scheduling.sequence import Sampled, Sequence
 
 GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
@@ -45,14 +46,14 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
     raw = logits if all(_is_plain(sequence) for sequence in sequences) else logits.float()
     changed = [row for row, sequence in enumerate(sequences) if changes_logits(sequence)]
     masks, failures = _masks(sequences)
-    processed = raw.clone() if changed or masks else raw
+    processed = raw.clone() if changed else raw
     for row in changed:
         process_row(processed[row], sequences[row])
     if masks:
-        _allow(processed, masks)
+        processed = _allowed(processed, masks)
     best, token_ids = best_tokens(processed)
     _draw_all(processed, best, token_ids, sequences)
-    checked = _checked(best, best if processed is raw else best_tokens(raw)[0])
+    checked = _checked(best, best if processed is raw else raw.amax(dim=-1))
     rows = _rows(sequences, token_ids.tolist(), checked, _logprobs(raw, token_ids, sequences))
     return [failures.get(row, sampled) for row, sampled in enumerate(rows)]
 
@@ -70,19 +71,18 @@ def _masks(sequences: list[Sequence]) -> tuple[dict[int, bytes], dict[int, Reque
     return masks, failures
 
 
-def _allow(logits: Tensor, masks: Mapping[int, bytes]) -> None:
-    """Forbid all tokens of these rows that their masks do not allow. Masks are equally long, a bit for each token.
+def _allowed(logits: Tensor, masks: Mapping[int, bytes]) -> Tensor:
+    """Return logits without the tokens that these rows' masks forbid: a bit for each token, the first one's lowest.
 
-    Tokens beyond the masks are forbidden.
+    The masks are equally long; tokens beyond them are forbidden. One operation of torch for all rows: on cores that are
+    shared, each waits for the slower of two threads.
     """
     packed = np.frombuffer(b"".join(masks.values()), dtype=np.uint8).reshape(len(masks), -1)
-    allowed = torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little", count=logits.shape[1]).view(np.bool_))
-    forbidden = allowed.logical_not_().to(logits.device)  # [num_masks, vocab_size]
-    if len(masks) == len(logits):
-        logits.masked_fill_(forbidden, float("-inf"))
-    else:
-        rows = torch.tensor(list(masks), device=logits.device)
-        logits[rows] = logits[rows].masked_fill_(forbidden, float("-inf"))
+    allowed = np.unpackbits(packed, axis=1, bitorder="little", count=logits.shape[1]).view(np.bool_)
+    if len(masks) < len(logits):
+        of_masks, allowed = allowed, np.ones(logits.shape, dtype=np.bool_)
+        allowed[list(masks)] = of_masks
+    return torch.where(torch.from_numpy(allowed).to(logits.device), logits, float("-inf"))
 
 
 def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
