@@ -96,7 +96,7 @@ class Access:
         key = presented_key(request)
         if key is None:
             _refuse(
-                401, "invalid_api_key", "this needs a key, in the header Authorization: Bearer KEY or X-Api-Key: KEY"
+                401, "invalid_api_key", "this needs a key, in the header Authorization: Bearer KEY"
             )
         if key not in self._users:
             _refuse(401, "invalid_api_key", "this key is not accepted")
