@@ -67,8 +67,8 @@ async def test_a_route_needs_a_key(autojump_clock, headers, status):
 
 
 SAID = [
-    (None, Role.USER, "this needs a key, in the header Authorization: Bearer KEY or X-Api-Key: KEY"),
-    (None, Role.OPERATOR, "this needs a key, in the header Authorization: Bearer KEY or X-Api-Key: KEY"),
+    (None, Role.USER, "this needs a key, in the header Authorization: Bearer KEY"),
+    (None, Role.OPERATOR, "this needs a key, in the header Authorization: Bearer KEY"),
     ("wrong", Role.USER, "this key is not accepted"),
     ("wrong", Role.OPERATOR, "this key is not accepted"),
 ]

@@ -95,9 +95,7 @@ class Access:
             _refuse(403, "admin_key_required", "this server has no key for operators: start it with --admin-key")
         key = presented_key(request)
         if key is None:
-            _refuse(
-                401, "invalid_api_key", "this needs a key, in the header Authorization: Bearer KEY or X-Api-Key: KEY"
-            )
+            _refuse(401, "invalid_api_key", "this needs a key, in the header Authorization: Bearer KEY")
         if key not in self._users:
             _refuse(401, "invalid_api_key", "this key is not accepted")
         if role is Role.USER:
