@@ -8,11 +8,13 @@ from hypothesis.stateful import precondition
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Reader, Style
-from trioengine.testing.fuzz.grammars import GOOD, GRAMMARS, NAMES
+from trioengine.testing.fuzz.grammars import GRAMMARS, NAMES
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.sessions_machine import WHICH, SessionsMachine
 from trioengine.testing.fuzz.world import ROUNDS
 
+CROWD = ("to be or not to be", "that is the question")  # they share no blocks
+MOST_READERS = 2  # beside which a crowd comes
 STOPS = ("", "", "", "e", " b", "a)")
 
 
@@ -58,16 +60,25 @@ class GrammarsMachine(SessionsMachine):
         if rounds:
             self._flow(rounds)
 
-    @precondition(lambda self: len(self.idle_holders) > 1)
-    @recorded(which=st.integers(0, 2), grammar=st.sampled_from(GOOD), min_tokens=st.sampled_from((0, 30)))
+    @precondition(lambda self: self.worker is not None and len(self.running_readers) < MOST_READERS)
+    @recorded(
+        which=st.integers(0, 2), grammar=st.sampled_from(("words", "object")), min_tokens=st.sampled_from((0, 30))
+    )
     def crowd_by_grammar(self, which: int, grammar: str, min_tokens: int) -> None:
         """Two requests whose answers together need more KV blocks than there are, so that one is preempted."""
-        for each in (grammar, "words"):
+        for _ in range(2 - len(self.idle_holders)):
+            self._open(None)
+        self.loop.settle()
+        if len(self.idle_holders) < 2:  # there is no room
+            return
+        for each, prompt in zip((grammar, "words"), CROWD, strict=True):
             params = SamplingParams(max_tokens=40, min_tokens=min_tokens, grammar=GRAMMARS[each].grammar)
-            self._read(which, Style.ALL, params, prompt="to be or not to be")
-            self.loop.settle()
-            if not self.idle_holders:
-                return
+            self._read(which, Style.ALL, params, prompt=prompt)
+            self._flow_to_the_compiler()
+            if not self.open_holders:  # the engine may give up meanwhile
+                break
+        while self.worker is not None and self.worker.reads and self.worker.compiler:
+            self.worker.compile()
 
     @precondition(lambda self: self.worker is not None and self.idle_holders)
     @recorded(
