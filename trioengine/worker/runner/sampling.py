@@ -23,7 +23,6 @@ from trioengine.core.grammar import GrammarFailed
 from trioengine.core.messages import INVALID_GRAMMAR, NO_TOKEN_LEFT, SAMPLING_FAILED, RequestFailed
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Logprobs
-
 from trioengine.worker.scheduling.sequence import Sampled, Sequence
 
 GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
