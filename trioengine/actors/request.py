@@ -12,9 +12,9 @@ from trioengine.actors.generation import ReadableRequest
 from trioengine.actors.images import image_inputs
 from trioengine.actors.observer import FinishedRequest, Observer
 from trioengine.aio.concurrency import Deadline
-from trioengine.core.errors import Outcome
+from trioengine.core.errors import EngineError, Outcome, RequestRejected, SamplingFailed
 from trioengine.core.ledger import RequestState
-from trioengine.core.messages import AddMessage, TokensRow
+from trioengine.core.messages import INVALID_GRAMMAR, SAMPLING_FAILED, AddMessage, RequestFailed, TokensRow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Logprobs, Usage
 from trioengine.text.chat_tokenizer import PlacedImage
@@ -250,3 +250,11 @@ class RequestTimes:
         finished = FinishedRequest(seconds, decode_seconds, prompt_tokens, generation_tokens)
         for observer in self._observers:
             observer.request_finished(finished)
+
+
+def error_of(failure: RequestFailed) -> EngineError:
+    """Return the error of a request that the worker could not run."""
+    if failure.code == SAMPLING_FAILED:
+        return SamplingFailed(failure.message)
+    param = "grammar" if failure.code == INVALID_GRAMMAR else None
+    return RequestRejected(failure.code, failure.message, param=param)

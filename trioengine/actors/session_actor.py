@@ -24,7 +24,7 @@ from trioengine.actors.gate import Gate
 from trioengine.actors.images import HeldPayloads, ImageStore, RequestImages, find_dropped
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
-from trioengine.actors.request import Request
+from trioengine.actors.request import Request, error_of
 from trioengine.aio.concurrency import NEVER, Deadline
 from trioengine.core.checks import check_history, check_label, check_wait
 from trioengine.core.errors import (
@@ -32,13 +32,12 @@ from trioengine.core.errors import (
     EngineError,
     Outcome,
     RequestRejected,
-    SamplingFailed,
     SessionBusy,
     SessionEnded,
 )
 from trioengine.core.ledger import RequestState
 from trioengine.core.lifecycle import Action, Event, Phase, PowerEvent, SessionLifecycle
-from trioengine.core.messages import INVALID_GRAMMAR, SAMPLING_FAILED, AddMessage, RequestFailed, TokensRow
+from trioengine.core.messages import AddMessage, RequestFailed, TokensRow
 from trioengine.core.sampling_params import Overflow, check_overflow
 from trioengine.core.types import Cause, FinishReason
 from trioengine.text.chat_template import NO_VARIABLES
@@ -333,11 +332,7 @@ class SessionActor:
 
     def on_failed(self, message: RequestFailed) -> None:
         """REQUEST_FAILED."""
-        is_ours = message.code == SAMPLING_FAILED
-        param = "grammar" if message.code == INVALID_GRAMMAR else None
-        rejected = RequestRejected(message.code, message.message, param=param)
-        error = SamplingFailed(message.message) if is_ours else rejected
-        self._in_flight().set_outcome(Outcome(FinishReason.ERROR, error=error))
+        self._in_flight().set_outcome(Outcome(FinishReason.ERROR, error=error_of(message)))
         self._finish()
 
     def _finish(self) -> None:
