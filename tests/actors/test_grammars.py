@@ -53,6 +53,11 @@ async def test_a_complete_answer_ends_without_an_end_token(autojump_clock, simul
         assert completion.usage.completion_tokens == 3
 
 
+def test_the_form_of_json_is_not_the_schemas_to_choose():
+    source = Grammar.json_schema({"type": "object", "x-guidance": {"lenient": True}}).source
+    assert "lenient" not in source
+
+
 async def test_an_answer_that_is_cut(autojump_clock, simulated):
     engine, _ = simulated
     completion = await ask(engine, PERSON, max_tokens=5)

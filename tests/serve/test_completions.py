@@ -2,8 +2,9 @@
 
 import pytest
 import trio
-from helpers.clients import first_token
+from helpers.clients import events_of, first_token, open_clients
 
+from trioengine import EngineConfig
 from trioengine.testing import toy_answer
 
 PATH = "/v1/completions"
@@ -87,7 +88,32 @@ async def test_an_abort_by_id_ends_all(autojump_clock, clients):
         assert (answer.status, answer.error["code"]) == (500, "aborted")
 
 
+async def test_several_prompts_wait_behind_the_first(autojump_clock):
+    """In whatever order their tasks run: a server with room for the first refuses none."""
+    config = EngineConfig(model="toy", max_sessions=2)
+    async with open_clients(config) as clients:
+        for _ in range(10):
+            answer = await clients.request("POST", PATH, {**FIELDS, "prompt": ["a", "b", "c", "d"]})
+            assert (answer.status, len(answer.json["choices"])) == (200, 4)
+
+
+async def test_one_that_fails_ends_all(autojump_clock, clients):
+    """In a stream that has begun the error is the last event, and whole."""
+    async with clients.connect() as client:
+        fields = {**FIELDS, "prompt": ["a", "b", "c"], "max_tokens": 400, "stream": True}
+        await client.send("POST", PATH, fields)
+        await client.head()
+        await first_token(clients.engine)
+        assert next(filter(clients.engine.abort, range(1, 10)))  # one of the requests
+        *_, error, done = events_of(await client.rest())
+        assert (error["error"]["code"], done) == ("aborted", "[DONE]")
+    await clients.everything_is_given_back()
+
+
 REFUSED = [
+    ({"prompt": [[3], [4], [1] * 600], "stream": True}, "context_length_exceeded", "prompt[2]"),
+    ({"prompt": ["a", ""]}, "empty_prompt", "prompt[1]"),
+    ({"prompt": [[3], [100_000]]}, "invalid_value", "prompt[1]"),
     ({}, "missing_parameter", "prompt"),
     ({"prompt": ""}, "empty_prompt", "prompt"),
     ({"prompt": []}, "invalid_value", "prompt"),

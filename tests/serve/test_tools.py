@@ -126,7 +126,51 @@ async def test_another_form(autojump_clock):
         check_weather(answer.json["choices"][0]["message"]["tool_calls"][0])
 
 
+async def test_parameters_with_references(autojump_clock, clients):
+    """As pydantic makes them of nested models."""
+    kind = {"$defs": {"Kind": {"enum": ["cat", "dog"]}}, "properties": {"kind": {"$ref": "#/$defs/Kind"}}}
+    parameters = {"type": "object", "required": ["kind"], "additionalProperties": False, **kind}
+    tools = [CLOCK, {"type": "function", "function": {"name": "pet", "parameters": parameters}}]
+    choice = {"type": "function", "function": {"name": "pet"}}
+    answer = await clients.chat(tools=tools, tool_choice=choice, **LONG)
+    (call,) = answer.json["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["kind"] in ("cat", "dog")
+
+
+async def test_arguments_of_a_history_that_are_no_json(autojump_clock, clients):
+    for arguments in ("[" * 60_000 + "]" * 60_000, "{", "[]", "\n"):
+        call = {"type": "function", "function": {"name": "clock", "arguments": arguments[:500]}}
+        deep = {"type": "function", "function": {"name": "clock", "arguments": arguments}}
+        for each in (call, deep):
+            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [each]}]
+            answer = await clients.request("POST", CHAT, chat(messages=messages))
+            assert answer.status == 200 or answer.error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    "text", ["ab   <tool_cal", "ab \n\n ", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>']
+)
+async def test_streamed_logprobs_are_all_there(autojump_clock, clients, text):
+    fields = {"tools": [CLOCK], "structured_outputs": {"choice": [text]}, "logprobs": True, **LONG}
+    whole = (await clients.chat(**fields)).json["choices"][0]["logprobs"]["content"]
+    events = (await clients.chat(stream=True, **fields)).events[:-1]
+    found = [event["choices"][0]["logprobs"] for event in events]
+    assert [each for logprobs in found if logprobs for each in logprobs["content"]] == whole
+
+
+async def test_a_stop_string_in_a_forced_call(autojump_clock, clients):
+    """The call is cut, and the finish reason does not promise one."""
+    fields = {"tools": [WEATHER], "tool_choice": "required", "stop": ['"days'], **LONG}
+    assert (await clients.chat(**fields)).json["choices"][0]["finish_reason"] == "stop"
+    assert (await clients.chat(stream=True, **fields)).events[-2]["choices"][0]["finish_reason"] == "stop"
+
+
 REFUSED = [
+    (
+        {"tools": [{"type": "function", "function": {"name": "f\n"}}]},
+        "invalid_value",
+        "tools[0].function.name",
+    ),
     ({"tools": [{"type": "function"}]}, "missing_parameter", "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "invalid_value", "tools[0].function.name"),
     ({"tools": [TIME] * 129}, "invalid_value", "tools"),

@@ -10,6 +10,8 @@ from trioengine.text.tool_calls import FORMS, CallArguments, CallBegin, ToolCall
 A = {"city": 'Par"is}', "days": [1, {"x": "\\"}]}
 CALL = json.dumps({"name": "weather", "arguments": A})
 OTHER = json.dumps({"arguments": {}, "name": "time"})
+BAD_ESCAPE = '<tool_call>{"name": "a\\q", "arguments": {}}</tool_call>'
+LINE_END = '<tool_call>{"name": "a\nb", "arguments": {}}</tool_call>'
 ANSWERS = [
     ("hermes", "just text", ["just text"]),
     ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", [("weather", A)]),
@@ -28,6 +30,34 @@ ANSWERS = [
     ("llama3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', [("f", {"a": 1})]),
     ("llama3", '{"name": "f", "parameters": {"a": 1}}', [("f", {"a": 1})]),
     ("json", "  ", ["  "]),
+    ("hermes", "a <tool_call> b", ["a <tool_call> b"]),
+    (
+        "hermes",
+        f"a\n<tool_call>{{}}</tool_call> b <tool_call>{CALL}</tool_call>",
+        ["a\n<tool_call>{}</tool_call> b", ("weather", A)],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": 7}</tool_call>\nand then'
+        f"<tool_call>{OTHER}</tool_call> bye",
+        [("f", {"a": 1}), "\nand then", ("time", {}), " bye"],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}} bye', [("f", {}), " bye"]),
+    (
+        "hermes",
+        '<tool_call>{"name": "a\\q", "arguments": {}}</tool_call>',
+        ['<tool_call>{"name": "a\\q", "arguments": {}}</tool_call>'],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "a\nb", "arguments": {}}</tool_call>',
+        ['<tool_call>{"name": "a\nb", "arguments": {}}</tool_call>'],
+    ),
+    ("hermes", '<tool_call>{"x": ' + "[" * 5000, ['<tool_call>{"x": ' + "[" * 5000]),
+    ("hermes", '<tool_call>{"name": "' + "a" * 300 + '", "arguments": {}}</tool_call>', [("a" * 300, {})]),
+    ("llama3", '{"name": "f", "parameters": {}, "type": "function"} hello', [("f", {}), " hello"]),
+    ("llama3", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', [("f", {}), ("g", {})]),
+    ("json", '{"name": "f", "arguments": {"a": 1}]}}', [("f", {"a": 1}), "}"]),
     ("hermes", f"<tool_call>{OTHER}</tool_call>\n \n", [("time", {})]),
     ("hermes", "a \n", ["a \n"]),
 ]

@@ -86,7 +86,7 @@ def _checked_schema(schema: object) -> Mapping[str, Any]:
     if not isinstance(schema, Mapping):
         raise invalid(f"a schema must be an object, got {brief(schema)}")
     check_schema(schema)
-    return {"x-guidance": _GUIDANCE, **schema}
+    return {**schema, "x-guidance": _GUIDANCE}
 
 
 def _dumped(grammar: Mapping[str, Any]) -> str:

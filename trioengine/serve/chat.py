@@ -171,7 +171,7 @@ async def _send_with_calls(generation: Generation, frames: ChatFrames, parser: T
             unsent = b""
     completion = finished(generation)
     unsent += frames.parts(parser.finish(), None)
-    await body.send(unsent + frames.end(completion, has_calls=parser.num_calls > 0), is_last=True)
+    await body.send(unsent + frames.end(completion, has_calls=parser.num_calls > 0 and not parser.is_cut), is_last=True)
 
 
 class _Sink:

@@ -33,14 +33,15 @@ class ChatShape:
         """Render a chat.completion; with a `tool_form` the tool calls in it."""
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
         calls: list[dict[str, Any]] = []
+        is_cut = False
         if tool_form is not None:
-            text, calls = _calls_in(completion.text, tool_form)
+            text, calls, is_cut = _calls_in(completion.text, tool_form)
             message |= {"content": text or None, "tool_calls": calls} if calls else {"content": text}
         choice = {
             "index": 0,
             "message": message,
             "logprobs": self.logprobs(completion.logprobs),
-            "finish_reason": finish_reason(completion, has_calls=bool(calls)),
+            "finish_reason": finish_reason(completion, has_calls=bool(calls) and not is_cut),
         }
         shown = {**self.head("chat.completion"), "choices": [choice], "usage": usage_json(completion.usage)}
         return json.dumps(shown).encode()
@@ -61,6 +62,7 @@ class ChatFrames:
         "_after",
         "_before",
         "_include_usage",
+        "_logprobs",
         "_num_calls",
         "_shape",
         "_text_after",
@@ -73,6 +75,7 @@ class ChatFrames:
         self._shape = shape
         self._include_usage = include_usage
         self._num_calls = 0
+        self._logprobs: list[Logprobs] = []  # of tokens that no frame has shown yet
         head = json.dumps(shape.head("chat.completion.chunk"))[:-1]
         self._before = f'data: {head}, "choices": [{{"index": 0, "delta": '.encode()
         self._usage_before = f'data: {head}, "choices": [], "usage": '.encode()
@@ -93,14 +96,13 @@ class ChatFrames:
         return self._text_before + encode_basestring_ascii(text).encode() + self._text_after if text else b""
 
     def parts(self, parts: Iterable[Part], logprobs: Iterable[Logprobs] | None) -> bytes:
-        """Render text and tool calls; the log-probabilities of all of it come with the first frame."""
-        frames = b""
-        left = list(logprobs or ())
-        for part in parts:
-            shown = json.dumps(self._shape.logprobs(left)) if left else "null"
-            left = []
-            frames += self._frame(json.dumps(self._delta_of(part)), logprobs=shown)
-        return frames
+        """Render text and tool calls; log-probabilities come with the next frame that there is."""
+        self._logprobs.extend(logprobs or ())
+        return b"".join([self._with_logprobs(json.dumps(self._delta_of(part))) for part in parts])
+
+    def _with_logprobs(self, delta: str) -> bytes:
+        logprobs, self._logprobs = self._logprobs, []
+        return self._frame(delta, logprobs=json.dumps(self._shape.logprobs(logprobs)) if logprobs else "null")
 
     def _delta_of(self, part: Part) -> dict[str, Any]:
         match part:
@@ -119,7 +121,8 @@ class ChatFrames:
         if self._include_usage:
             usage = self._usage_before + json.dumps(usage_json(completion.usage)).encode() + b"}\n\n"
         reason = finish_reason(completion, has_calls=has_calls)
-        return self._frame("{}", finish_reason=f'"{reason}"') + usage + DONE
+        unshown = self._with_logprobs('{"content": ""}') if self._logprobs else b""
+        return unshown + self._frame("{}", finish_reason=f'"{reason}"') + usage + DONE
 
     def _frame(self, delta: str, *, logprobs: str = "null", finish_reason: str = "null") -> bytes:
         """Render an event of fields in JSON."""
@@ -133,8 +136,8 @@ def finish_reason(completion: Completion, *, has_calls: bool) -> str:
     return "tool_calls" if has_calls and is_stop else completion.finish_reason.value
 
 
-def _calls_in(answer: str, form: ToolForm) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text and the calls of an answer."""
+def _calls_in(answer: str, form: ToolForm) -> tuple[str, list[dict[str, Any]], bool]:
+    """Return the text and the calls of an answer, and whether the last call is cut."""
     parser = ToolCallParser(form)
     text: list[str] = []
     calls: list[tuple[str, list[str]]] = []
@@ -146,7 +149,7 @@ def _calls_in(answer: str, form: ToolForm) -> tuple[str, list[dict[str, Any]]]:
                 calls[-1][1].append(arguments)
             case _:
                 text.append(part)
-    return "".join(text), [_call(name, "".join(arguments)) for name, arguments in calls]
+    return "".join(text), [_call(name, "".join(arguments)) for name, arguments in calls], parser.is_cut
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:

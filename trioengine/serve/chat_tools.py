@@ -12,6 +12,7 @@ import msgspec
 from trioengine.core.errors import RequestRejected
 from trioengine.core.grammar import Grammar
 from trioengine.serve.errors import ClientError
+from trioengine.serve.parsing import load_object
 from trioengine.serve.reading import read
 from trioengine.serve.requests import ChatCompletionRequest, Function, FunctionTool, ToolCall, ToolChoice
 from trioengine.text.tool_calls import ToolForm
@@ -102,11 +103,11 @@ def calls_as_text(calls: Sequence[ToolCall], form: ToolForm) -> str:
 
 
 def _arguments(text: str) -> Any:
+    """Return the object in the arguments of a call; the text itself if it is not the JSON of one."""
     try:
-        value = json.loads(text)
-    except ValueError:
+        return load_object(text, "arguments")
+    except ClientError:
         return text
-    return value if isinstance(value, dict) else text
 
 
 def with_instructions(messages: Sequence[dict[str, Any]], instructions: str) -> list[dict[str, Any]]:

@@ -67,16 +67,25 @@ class Completions:
         if len(given.prompts) > MAX_PROMPTS:
             message = f"prompt has {len(given.prompts)} prompts; at most {MAX_PROMPTS} are accepted"
             raise ClientError("invalid_value", message, param="prompt")
-        return given, [self._token_ids(prompt) for prompt in given.prompts]
+        names = ["prompt"] if len(given.prompts) == 1 else [f"prompt[{index}]" for index in range(len(given.prompts))]
+        return given, [self._token_ids(prompt, name) for prompt, name in zip(given.prompts, names, strict=True)]
 
-    def _token_ids(self, prompt: str | list[int]) -> list[int]:
-        tokenizer = self._engine.tokenizer
-        if isinstance(prompt, list):
-            return prompt
-        check_length(prompt, self._engine.limits.max_model_len, tokenizer)
-        ids = tokenizer.tokenizer.surrounded(tokenizer.encode(prompt))
+    def _token_ids(self, prompt: str | list[int], name: str) -> list[int]:
+        """Return the token ids of a prompt, which the engine will take. Raises RequestRejected with this name."""
+        tokenizer, limits = self._engine.tokenizer, self._engine.limits
+        try:
+            check_length(prompt, limits.max_model_len, tokenizer)
+        except RequestRejected as exc:
+            raise RequestRejected(exc.code, exc.message.replace("prompt", name, 1), param=name) from None
+        ids = prompt if isinstance(prompt, list) else tokenizer.tokenizer.surrounded(tokenizer.encode(prompt))
         if not ids:
-            raise RequestRejected("empty_prompt", "prompt is empty", param="prompt")
+            raise RequestRejected("empty_prompt", f"{name} is empty", param=name)
+        if len(ids) >= limits.max_model_len:
+            message = f"{name}: {len(ids)} tokens leave no room for an answer in a context of {limits.max_model_len}"
+            raise RequestRejected("context_length_exceeded", message, param=name)
+        if max(ids) >= limits.vocab_size:
+            message = f"{name} must hold token ids from 0 to {limits.vocab_size - 1}, got {max(ids)}"
+            raise RequestRejected("invalid_value", message, param=name)
         return ids
 
 
@@ -142,6 +151,7 @@ class _Answers:
         self._sessions: list[Session] = []
         self._completions: dict[int, Completion] = {}
         self._failure: Exception | None = None  # the first one
+        self._first_admitted = trio.Event()  # the other prompts wait for slots behind the first one
 
     async def whole(self, body: Body) -> HttpResponse:
         """Run all prompts, and return their answers in one piece."""
@@ -168,36 +178,43 @@ class _Answers:
 
     async def _run_all(self, body: Body, *, streams: bool) -> None:
         SESSION.set(self._shape.id)  # until the connection's next request, so that the access log has it as well
-        body.on_disconnect = self._end_all
+        body.on_disconnect = partial(self._end_all, Cause.DISCONNECT)
         prompts, self._prompts = self._prompts, []
         async with trio.open_nursery() as nursery:
             for index, prompt in enumerate(prompts):
-                nursery.start_soon(self._run, index, prompt, body if streams else None, nursery.cancel_scope)
+                nursery.start_soon(self._run, index, prompt, body if streams else None)
         if self._failure is not None:
             raise self._failure
 
-    def _end_all(self) -> None:
+    def _end_all(self, cause: Cause) -> None:
         for session in self._sessions:
-            session.end(Cause.DISCONNECT)
+            session.end(cause)
 
-    async def _run(self, index: int, prompt: list[int], body: Body | None, all_prompts: trio.CancelScope) -> None:
-        """Answer one prompt; its failure cancels the others."""
+    async def _run(self, index: int, prompt: list[int], body: Body | None) -> None:
+        """Answer one prompt; its failure ends the others, between two pieces."""
         try:
-            await self._answer(index, prompt, body)
+            if index:
+                await self._first_admitted.wait()
+            if self._failure is None:
+                await self._answer(index, prompt, body)
         except Exception as exc:
             self._failure = self._failure or exc
-            all_prompts.cancel()
+            self._end_all(Cause.CLIENT)
+        finally:
+            self._first_admitted.set()
 
     async def _answer(self, index: int, prompt: list[int], body: Body | None) -> None:
         ids = filter(None, (self._shape.id, REQUEST_ID.get(), self._request_id))  # for /abort_request
         label = f"{self._shape.id}-{index}"
         wait = None if index else False  # the others wait for slots where the first one got one
         try:
-            async with self._engine.open_session(label=label, wait=wait) as session:
-                self._sessions.append(session)
+            session = self._engine.open_session(label=label, wait=wait)
+            self._sessions.append(session)
+            async with session:
                 generation = session.generate(prompt, self._params, wait=wait)
                 with self._in_flight.running(ids, generation):
                     async with generation:
+                        self._first_admitted.set()
                         if body is None:
                             await generation.wait_settled()
                         else:

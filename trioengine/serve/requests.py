@@ -173,7 +173,7 @@ class StructuredOutputs(Struct):
 
 
 class Function(Struct):
-    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}(?!\\n)$")]
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema of an object.")] = None
     strict: Annotated[bool | None, Meta(description="Without effect: forced calls always follow the schema.")] = None

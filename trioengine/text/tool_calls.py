@@ -5,9 +5,10 @@ A call is a JSON object with the tool's name and its arguments. Models write it 
 
 from __future__ import annotations
 
+import enum
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -31,11 +32,13 @@ class ToolForm:
 
         A tool is {"name": …, "parameters": a schema or nothing}. Raises RequestRejected(code="invalid_grammar").
         """
-        schema = {"anyOf": [self._schema(tool) for tool in tools]}
+        schema = {"anyOf": [self._schema(tool, f"#/anyOf/{index}") for index, tool in enumerate(tools)]}
         return Grammar.json_between(schema, self.begin, self.end, is_single=is_single or not self.begin)
 
-    def _schema(self, tool: dict[str, Any]) -> dict[str, Any]:
-        properties = {"name": {"const": tool["name"]}, self.arguments: tool.get("parameters") or {"type": "object"}}
+    def _schema(self, tool: dict[str, Any], place: str) -> dict[str, Any]:
+        """Return the schema of a call, which is at this place in the whole schema."""
+        parameters = _moved(tool.get("parameters") or {"type": "object"}, f"{place}/properties/{self.arguments}")
+        properties = {"name": {"const": tool["name"]}, self.arguments: parameters}
         return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
@@ -43,6 +46,17 @@ _PYTHON_TAG = "<|python_tag|>"
 HERMES = ToolForm("<tool_call>\n", "\n</tool_call>", "arguments")
 _LLAMA3_MARKS = (_PYTHON_TAG, '"parameters"')
 FORMS = {"hermes": HERMES, "llama3": ToolForm("", "", "parameters"), "json": ToolForm("", "", "arguments")}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema whose references to its own parts hold when it is at this place of another one."""
+    if isinstance(schema, dict):
+        moved = {name: _moved(value, place) for name, value in schema.items()}
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            moved["$ref"] = place + reference[1:]
+        return moved
+    return [_moved(value, place) for value in schema] if isinstance(schema, list) else schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +74,8 @@ class CallArguments:
 
 
 Part: TypeAlias = str | CallBegin | CallArguments  # a string is text beside calls
+_MAX_HEAD = 256  # characters of a call before its arguments; a longer one is read when it is whole
+_BETWEEN = " \t\r\n;,"  # calls without tags
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL)
 
 
@@ -69,115 +85,180 @@ def form_of(template: str) -> ToolForm:
     return FORMS["llama3"] if is_llama3 else HERMES
 
 
+class _State(enum.Enum):
+    """The place of an answer's next character."""
+
+    TEXT = enum.auto()
+    HEAD = enum.auto()  # of a call: its name is not known
+    WHOLE = enum.auto()  # in a call that is read when it is whole
+    ARGUMENTS = enum.auto()  # in the arguments of a call that was given out
+    TAIL = enum.auto()  # behind the arguments
+
+
 class ToolCallParser:
-    """Splits an answer into text and calls. A part that only looks like a call is text."""
+    """Splits an answer into text and calls. A part that only looks like a call is text; no text is lost."""
 
     def __init__(self, form: ToolForm) -> None:
         self._begin = form.begin.strip()
         self._end = form.end.strip()
+        self._state = _State.TEXT
         self._buffer = ""  # not given out
-        self._in_call = False
-        self._value: _JsonValue | None = None  # of the call's arguments, once they are given out
-        self._is_first = True  # nothing was given out
+        self._searched = 0  # characters of the buffer in which the end does not begin
+        self._space = ""  # white space before the call, which is text if the call is none
+        self._has_text = False  # some was given out
+        self._value = _JsonValue()  # the arguments
+        self._parts: list[Part] = []
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Part]:
         """Return the parts that this piece of the answer completes."""
         self._buffer += text
-        return [part for part in self._parts() if part != ""]
+        while self._step():
+            pass
+        return self._take_parts()
 
     def finish(self) -> list[Part]:
         """Return the rest, at the end of the answer."""
         rest, self._buffer = self._buffer, ""
-        if self._value is not None or not rest:
-            return []
-        if self._in_call:
-            calls = list(self._whole(rest))
-            return calls or [f"{self._begin}{rest}"]
-        return [rest] if rest.strip() or not self.num_calls else []
+        if self._state in (_State.HEAD, _State.WHOLE):
+            self._give_whole(rest, self._space + self._begin + rest)
+        elif self._state is _State.TAIL:
+            self._give_text(rest.partition("}")[2])
+        elif self._state is _State.TEXT and (rest.strip() or not self.num_calls):
+            self._give_text(rest)
+        return self._take_parts()
 
-    def _parts(self) -> Iterator[Part]:
-        while True:
-            before = len(self._buffer), self._in_call, self._value
-            yield from self._arguments() if self._value is not None else self._call() if self._in_call else self._text()
-            if (len(self._buffer), self._in_call, self._value) == before:
-                return
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer has ended within the arguments of a call."""
+        return self._state is _State.ARGUMENTS
+
+    def _take_parts(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _step(self) -> bool:
+        """Go on with the buffer; False if that needs more of the answer."""
+        match self._state:
+            case _State.TEXT:
+                return self._step_text() if self._begin else self._step_text_without_tags()
+            case _State.HEAD:
+                return self._step_head()
+            case _State.WHOLE:
+                return self._step_whole()
+            case _State.ARGUMENTS:
+                return self._step_arguments()
+            case _State.TAIL:
+                return self._step_tail()
+
+    def _turn_to(self, state: _State, rest: str) -> bool:
+        self._state, self._buffer, self._searched = state, rest, 0
+        return True
 
     # ---- text -------------------------------------------------------------------------------------------------------
 
-    def _text(self) -> Iterator[Part]:
-        if not self._begin:
-            yield from self._text_or_call()
-            return
+    def _step_text(self) -> bool:
         text, tag, rest = self._buffer.partition(self._begin)
         if tag:
-            self._buffer, self._in_call = rest, True
-            if text.strip():
-                yield self._given(text.rstrip())
-            return
-        held = _overlap(self._buffer, self._begin)
-        held += len(self._buffer[: len(self._buffer) - held]) - len(self._buffer[: len(self._buffer) - held].rstrip())
-        text, self._buffer = self._buffer[: len(self._buffer) - held], self._buffer[len(self._buffer) - held :]
+            self._give_text_before_call(text)
+            return self._turn_to(_State.HEAD, rest)
+        ready = text[: len(text) - _overlap(text, self._begin)].rstrip()
+        self._give_text(ready)
+        self._buffer = text[len(ready) :]
+        return False
+
+    def _step_text_without_tags(self) -> bool:
+        """A call is the whole answer, or follows another one: the first character decides."""
+        call = self._buffer.lstrip(_BETWEEN if self.num_calls else None).removeprefix(_PYTHON_TAG).lstrip()
+        if not self._has_text and (not call or _PYTHON_TAG.startswith(call)):
+            return False
+        if not self._has_text and call.startswith("{"):
+            self._space = self._buffer[: len(self._buffer) - len(call)]
+            return self._turn_to(_State.HEAD, call)
+        self._give_text(self._buffer)
+        self._buffer = ""
+        return False
+
+    def _give_text_before_call(self, text: str) -> None:
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        self._give_text(shown)
+
+    def _give_text(self, text: str) -> None:
         if text:
-            yield self._given(text)
-
-    def _text_or_call(self) -> Iterator[Part]:
-        """Without tags a call is the whole answer: its first character decides."""
-        stripped = self._buffer.lstrip().removeprefix(_PYTHON_TAG).lstrip()
-        if self._is_first and (not stripped or _PYTHON_TAG.startswith(stripped)):
-            return
-        if self._is_first and stripped.startswith("{"):
-            self._buffer, self._in_call = stripped, True
-            return
-        text, self._buffer = self._buffer, ""
-        yield self._given(text)
-
-    def _given(self, text: str) -> str:
-        self._is_first = False
-        return text
+            self._has_text = True
+            self._parts.append(text)
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    def _call(self) -> Iterator[Part]:
-        if self._end and self._end in self._buffer and not _HEAD.match(self._buffer):
-            inside, _, self._buffer = self._buffer.partition(self._end)
-            self._in_call = False
-            calls = list(self._whole(inside))
-            yield from calls or [self._given(f"{self._begin}{inside}{self._end}")]
-        elif head := _HEAD.match(self._buffer):
-            self._buffer = self._buffer[head.end() :]
+    def _step_head(self) -> bool:
+        if (head := _HEAD.match(self._buffer)) is not None:
+            if (name := _loaded(head[1])) is None:
+                return self._turn_to(_State.WHOLE, self._buffer)
             self._value = _JsonValue()
-            self.num_calls += 1
-            self._is_first = False
-            yield CallBegin(json.loads(head[1]))
+            self._begin_call(str(name))
+            return self._turn_to(_State.ARGUMENTS, self._buffer[head.end() :])
+        if len(self._buffer) > _MAX_HEAD or (self._end and self._end in self._buffer):
+            return self._turn_to(_State.WHOLE, self._buffer)
+        return False
 
-    def _arguments(self) -> Iterator[Part]:
-        assert self._value is not None
+    def _step_whole(self) -> bool:
+        place = self._find_end()
+        if place < 0:
+            return False
+        inside, rest = self._buffer[:place], self._buffer[place + len(self._end) :]
+        self._give_whole(inside, f"{self._space}{self._begin}{inside}{self._end}")
+        return self._turn_to(_State.TEXT, rest)
+
+    def _find_end(self) -> int:
+        """Return the place of the end tag, which is not searched for twice in the same text; -1 if it is not there."""
+        place = self._buffer.find(self._end, self._searched) if self._end else -1
+        self._searched = max(0, len(self._buffer) - len(self._end) + 1)
+        return place
+
+    def _give_whole(self, inside: str, text: str) -> None:
+        """Give out the call in this JSON, whatever the order of its members; or else the text."""
+        call = _loaded(inside)
+        arguments = _arguments(call)
+        if arguments is None:
+            self._give_text(text)
+        else:
+            self._begin_call(call["name"])
+            self._parts.append(CallArguments(arguments))
+
+    def _begin_call(self, name: str) -> None:
+        self.num_calls += 1
+        self._parts.append(CallBegin(name))
+
+    def _step_arguments(self) -> bool:
         count = self._value.take(self._buffer)
-        text, self._buffer = self._buffer[:count], self._buffer[count:]
-        if text:
-            yield CallArguments(text)
-        if not self._value.is_complete:
-            return
-        closing = re.match(r"\s*\}\s*" + re.escape(self._end), self._buffer)
-        if closing:
-            self._buffer = self._buffer[closing.end() :]
-            self._in_call, self._value = False, None
+        if count:
+            self._parts.append(CallArguments(self._buffer[:count]))
+        self._buffer = self._buffer[count:]
+        return self._value.is_complete and self._turn_to(_State.TAIL, self._buffer)
 
-    def _whole(self, text: str) -> Iterator[Part]:
-        """Yield the call in a text whose members are in another order; nothing if it is not one."""
-        try:
-            call = json.loads(text)
-        except ValueError:
-            return
-        if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
-            return
-        arguments = call.get("arguments", call.get("parameters", {}))
-        if isinstance(arguments, dict):
-            self.num_calls += 1
-            self._is_first = False
-            yield CallBegin(call["name"])
-            yield CallArguments(json.dumps(arguments))
+    def _step_tail(self) -> bool:
+        """The rest of the call's object, which has nothing to say, up to the end tag or the closing brace."""
+        end = self._end or "}"
+        place = self._buffer.find(end, self._searched)
+        self._searched = max(0, len(self._buffer) - len(end) + 1)
+        return place >= 0 and self._turn_to(_State.TEXT, self._buffer[place + len(end) :])
+
+
+def _loaded(text: str) -> Any:
+    """Return the value of JSON; None if the text is not JSON, or is nested too deeply."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _arguments(call: Any) -> str | None:
+    """Return the arguments of a call as JSON; None for another value."""
+    if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
+        return None
+    arguments = call.get("arguments", call.get("parameters", {}))
+    return json.dumps(arguments) if isinstance(arguments, dict) else None
 
 
 def _overlap(text: str, tag: str) -> int:

@@ -46,7 +46,15 @@ from trioengine.worker.scheduling.engine_core import EngineCore, Event
 from trioengine.worker.scheduling.grammars import GrammarCompiled, compile_for
 from trioengine.worker.scheduling.image_queue import PictureDecoded, decode_picture
 from trioengine.worker.scheduling.images import Decode, Picture
-from trioengine.worker.scheduling.sequence import Constraint, Limits, ModelInfo, ModelRunner, OnProgress, Sequence
+from trioengine.worker.scheduling.sequence import (
+    Constraint,
+    Limits,
+    ModelInfo,
+    ModelRunner,
+    OnProgress,
+    Sequence,
+    SequenceStatus,
+)
 from trioengine.worker.transport import Progress, Transport, start_receiving
 
 if TYPE_CHECKING:
@@ -297,7 +305,9 @@ class CompilerThread:
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
-            self._report(compile_for(self._sequences.get(), self._compile))
+            sequence = self._sequences.get()
+            if sequence.status is not SequenceStatus.FINISHED:
+                self._report(compile_for(sequence, self._compile))
 
     def _compile(self, grammar: Grammar) -> Constraint:
         if self._compiler is None:

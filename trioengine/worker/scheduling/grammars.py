@@ -24,7 +24,7 @@ class Compiler(Protocol):
     """Compiles beside the steps."""
 
     def submit(self, sequence: Sequence) -> None:
-        """Compile its grammar, which is reported as one GrammarCompiled, not before this returns."""
+        """Compile its grammar: one GrammarCompiled is reported, not before this returns; none if it has ended."""
         ...
 
 
@@ -36,7 +36,7 @@ def compile_for(sequence: Sequence, make: Callable[[Grammar], Constraint]) -> Gr
         return GrammarCompiled(sequence, make(sequence.params.grammar))
     except RequestRejected as exc:
         return GrammarCompiled(sequence, None, exc.message)
-    except Exception as exc:
+    except BaseException as exc:  # a panic of the compiler is not an Exception
         return GrammarCompiled(sequence, None, f"{type(exc).__name__}: {exc}")
 
 
