@@ -104,7 +104,7 @@ class ToolCallParser:
         self._state = _State.TEXT
         self._buffer = ""  # not given out
         self._searched = 0  # characters of the buffer in which the end does not begin
-        self._space = ""  # white space before the call, which is text if the call is none
+        self._space = ""  # white space before the call, which is text if no call follows
         self._has_text = False  # some was given out
         self._value = _JsonValue()  # the arguments
         self._parts: list[Part] = []
