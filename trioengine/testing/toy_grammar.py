@@ -7,6 +7,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from trioengine.core.grammar import Grammar
+from trioengine.testing.toy_tokenizer import END_OF_TEXT, IM_END, toy_tokenizer_json
+from trioengine.text.tokenizer import Tokenizer
 from trioengine.worker.scheduling.sequence import Constraint
 
 if TYPE_CHECKING:
@@ -43,11 +45,9 @@ def toy_compile(grammar: Grammar) -> Constraint:
 
 @cache
 def _compiler() -> Compiler:
-    from trioengine.testing.toy_model import toy_model
     from trioengine.text.grammar import Compiler  # not needed by most programs, and slow to import
 
-    model = toy_model()
-    return Compiler(model.tokenizer, model.eos_token_ids)
+    return Compiler(Tokenizer.from_json(toy_tokenizer_json(None)), (IM_END, END_OF_TEXT))
 
 
 def toy_allowed(token_id: int, allowed: bytes, unwanted: Container[int] = ()) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 import zlib
@@ -22,6 +21,11 @@ from trioengine.core.types import TokenIds
 from trioengine.hub.model_info import ModelFormat, ModelInfo
 from trioengine.testing.step_watch import StepWatch
 from trioengine.testing.toy_grammar import ToyFollower, toy_allowed
+from trioengine.testing.toy_tokenizer import END_OF_TEXT as END_OF_TEXT
+from trioengine.testing.toy_tokenizer import IM_END as IM_END
+from trioengine.testing.toy_tokenizer import IM_START as IM_START
+from trioengine.testing.toy_tokenizer import VOCAB_SIZE as VOCAB_SIZE
+from trioengine.testing.toy_tokenizer import toy_tokenizer_json
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
 from trioengine.worker.scheduling.images import DecodedImage, ImageError, Tile, TileShape
@@ -148,8 +152,6 @@ def toy_embeddings(images: Iterable[ToyImage], num_tokens: int, weights: int) ->
 
 
 TOY_PATH = "toy"  # of the weights that a reference has where none are named
-END_OF_TEXT, IM_START, IM_END = 256, 257, 258
-VOCAB_SIZE = 259
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -406,7 +408,7 @@ def toy_model(context_length: int = 512, *, images: bool = False, unpreparable: 
     Its tokenizer raises PreparationFailed for texts that contain `unpreparable`.
     """
     processing = TOY_PROCESSING if images else None
-    tokenizer = (Tokenizer if unpreparable is None else _FailingTokenizer).from_json(_tokenizer_json(processing))
+    tokenizer = (Tokenizer if unpreparable is None else _FailingTokenizer).from_json(toy_tokenizer_json(processing))
     if isinstance(tokenizer, _FailingTokenizer) and unpreparable is not None:
         tokenizer.unpreparable = unpreparable
     return ModelInfo(
@@ -419,30 +421,4 @@ def toy_model(context_length: int = 512, *, images: bool = False, unpreparable: 
         chat_template=ChatTemplate(IMAGE_TEMPLATE if images else CHAT_TEMPLATE),
         tokenizer=tokenizer,
         images=processing,
-    )
-
-
-def _byte_characters() -> list[str]:
-    """GPT-2's printable stand-in for each byte."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    return [characters[byte] for byte in range(256)]
-
-
-def _tokenizer_json(images: ImageProcessing | None) -> str:
-    special = {END_OF_TEXT: "<|endoftext|>", IM_START: "<|im_start|>", IM_END: "<|im_end|>"}
-    if images is not None:
-        special[images.image_token_id] = images.image_token
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
-    return json.dumps(
-        {
-            "version": "1.0",
-            "added_tokens": [{"id": id, "content": content, **flags} for id, content in special.items()],
-            "pre_tokenizer": byte_level,
-            "decoder": byte_level,
-            "model": {"type": "BPE", "vocab": vocabulary | {text: id for id, text in special.items()}, "merges": []},
-        }
     )

@@ -75,7 +75,7 @@ def check_answer(
     assert text == expected.text, f"the answer is {text!r}, the model's is {expected.text!r}"
     assert completion.finish_reason is expected.finish_reason, f"{completion.finish_reason}, not {expected}"
     assert completion.cause is None, "only an abort has a cause"
-    assert not is_bad(params.grammar), "its grammar cannot be compiled, and it is no error"
+    assert not is_bad(params.grammar), "its grammar cannot be compiled, and it does not fail"
     check_complete(completion, params)
     usage = completion.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(ids)), f"counted wrongly: {usage}"

@@ -36,7 +36,7 @@ class Ask:
         return prompt_of((("user", self.content),))
 
     def expected(self, max_model_len: int) -> Answer:
-        """The model's answer, if there is room for one, and its grammar is none that cannot be compiled."""
+        """The model's answer, if there is room for one and its grammar can be compiled."""
         grammar = GRAMMARS[self.grammar].grammar if self.grammar and not self.has_bad_grammar else None
         token_ids, images = self.prompt
         length = min(max_model_len - len(token_ids), self.max_tokens)
