@@ -1,6 +1,7 @@
 """Grammars compiled by llguidance: checks for requests, and matchers that follow an answer token by token.
 
-Compiling is bounded by LIMITS: a grammar beyond them is refused. It releases the GIL, as the computation of a mask does.
+Compiling is bounded by LIMITS: a grammar beyond them is refused. It releases the GIL, as computing
+a mask does.
 """
 
 from __future__ import annotations
