@@ -113,7 +113,7 @@ WORKER_MUTANTS = (
         "F3",
         "an abort of a request that waits is lost: it goes on to its end",
         replaced(EngineCore, "_stop_session", _lose_aborts_of_the_waiting),
-        shows="a stopped request goes on",
+        shows="a stopped request goes on|it was stopped, and compiles",
     ),
     Mutant(
         "F4",

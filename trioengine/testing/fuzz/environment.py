@@ -146,12 +146,6 @@ class Environment(World):
         self.bounds.interrupt()
         self.loop.tick()
 
-    @precondition(lambda self: self.worker is not None and len(self.worker.compiler) > 0)
-    @recorded()
-    def compile(self) -> None:
-        """One grammar is compiled in the worker, beside a step."""
-        self._worker().compile()
-
     # ---- faults -----------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.in_use and self.worker is not None)

@@ -21,6 +21,12 @@ STOPS = ("", "", "", "e", " b", "a)")
 class GrammarsMachine(SessionsMachine):
     """The rules of requests with grammars."""
 
+    @precondition(lambda self: self.worker is not None and len(self.worker.compiler) > 0)
+    @recorded()
+    def compile(self) -> None:
+        """One grammar is compiled in the worker, beside a step."""
+        self._worker().compile()
+
     @precondition(lambda self: self.open_holders)
     @recorded(
         which=WHICH,

@@ -152,6 +152,12 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         if rounds:
             self._flow(rounds)
 
+    @precondition(lambda self: self.worker is not None and len(self.worker.compiler) > 0)
+    @recorded()
+    def compile(self) -> None:
+        """One grammar is compiled in the worker, beside a step."""
+        self._worker().compile()
+
     @precondition(lambda self: any(client.has_unsent for client in self.clients))
     @recorded(which=WHICH)
     def send_rest(self, which: int) -> None:
