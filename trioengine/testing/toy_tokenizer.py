@@ -19,7 +19,7 @@ def _byte_characters() -> list[str]:
 
 
 def toy_tokenizer_json(images: ImageProcessing | None) -> str:
-    """The file tokenizer.json; with `images` it has a token for them, too."""
+    """The file tokenizer.json; with `images` it has a token for them."""
     special = {END_OF_TEXT: "<|endoftext|>", IM_START: "<|im_start|>", IM_END: "<|im_end|>"}
     if images is not None:
         special[images.image_token_id] = images.image_token
