@@ -23,7 +23,7 @@ CASES = {
     "base64 that is not ASCII": "invalid_base64_image",
     "padding within": "invalid_base64_image",
     "too many bytes": "image_file_too_large",
-    "no URL": "invalid_value",
+    "no URL": "invalid_type",
 }
 
 

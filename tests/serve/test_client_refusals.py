@@ -99,6 +99,11 @@ async def test_a_grammar_is_refused(autojump_clock, remote):
     assert refused.value.param == "grammar"
 
 
+async def test_variables_of_a_template_are_refused(autojump_clock, remote):
+    with pytest.raises(RequestRejected, match="chat_template_kwargs cannot be sent over a connection"):
+        remote.open_session(chat_template_kwargs={"tools": []})
+
+
 async def test_logprobs_are_refused(autojump_clock, remote):
     with pytest.raises(RequestRejected) as refused:
         await remote.generate("hello", SamplingParams(logprobs=1))

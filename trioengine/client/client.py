@@ -18,6 +18,7 @@ from trioengine.client.session import Session, SessionProxy
 from trioengine.core.checks import PromptPlaces, check_callback, check_request, is_key, names_checked
 from trioengine.core.errors import (
     InvalidConfig,
+    RequestRejected,
     SessionEnded,
     TimedOut,
 )
@@ -46,16 +47,20 @@ class Client:
         wait: bool | None = None,
         timeout: float | None = None,
         overflow: Overflow = "refuse",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Session:
         """A session, to be entered. `label` is the caller's name for it, `history` chat messages to begin with.
 
         `overflow` is for a chat that outgrows the context, as in Engine.open_session. An unknown one raises
-        RequestRejected here.
+        RequestRejected here, as `chat_template_kwargs` do, which cannot be sent over a connection.
 
         Entering raises ConnectionLost when the server cannot be reached, RequestRejected when it refuses the key, the
         model or the history. A full server is asked again, with `wait=True` also one that cannot serve at the moment,
         until TimedOut, `timeout` seconds from this call; with `wait=False` EngineOverloaded is raised.
         """
+        if chat_template_kwargs is not None:
+            name = "chat_template_kwargs"
+            raise RequestRejected("unsupported_parameter", f"{name} cannot be sent over a connection", param=name)
         deadline = deadline_after(timeout)
         state = SessionProxy(
             self._connections,
