@@ -16,7 +16,7 @@ from trioengine.testing.fuzz.machines import MACHINES, machine_named, machine_of
 from trioengine.testing.fuzz.program import Program, ReplayFile, replay
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
 
-RUNS = {"EngineMachine": 700, "PowerMachine": 1000, "RealtimeMachine": 600, "HttpMachine": 400, "ClientMachine": 450}
+RUNS = {"EngineMachine": 700, "PowerMachine": 1000, "RealtimeMachine": 800, "HttpMachine": 400, "ClientMachine": 450}
 LONGER = 4  # times as many programs, at most, until all states are reached
 PROGRAMS_A_MUTANT = 3000
 OUT_OF_REACH = frozenset(  # reached by one program in a thousand

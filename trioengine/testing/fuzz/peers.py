@@ -31,8 +31,11 @@ class PeersEnvironment(Environment, Generic[Client]):
     @recorded(which=WHICH, how=st.sampled_from(WAYS))
     def go(self, which: int, how: str) -> None:
         """A client leaves, in one of the ways to leave, or reads no more, until it reads again."""
-        if how == "read again" and all(client.peer_state is not PeerState.STALLED for client in self.targets):
+        stalled = [client for client in self.targets if client.peer_state is PeerState.STALLED]
+        if how == "read again" and not stalled:
             how = "stall"
+        elif how == "stall" and any(client.is_active for client in stalled):
+            how = "read again"  # while the response is active, which is rare
         able = [client for client in self.targets if _can_go(client, how)]
         if not able:
             return
