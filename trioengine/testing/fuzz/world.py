@@ -85,7 +85,7 @@ MORE_VARIANTS = (  # of the machines whose callers use an engine directly
             "max_restarts": 2,
             "restart_delays": (0.5, 2.0),
         },
-        {"kv_blocks_total": 32, "block_size": 3, "max_num_batched_tokens": 7, "chunked_prefill_size": 5},
+        {"kv_blocks_total": 32, "block_size": 3, "max_num_batched_tokens": 6, "chunked_prefill_size": 5},
     ),
 )
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
