@@ -178,6 +178,9 @@ class PowerMachine(EngineMachine):
         Unless the rounds are 0, the engine changes so many rounds after the third worker is READY.
         """
         for _ in range(others + 1):
+            if not self.idle_holders:
+                self._open(None, None)
+                self.loop.settle()
             if self.open_holders:  # the engine may give up meanwhile
                 self._read(which, Style.ALL, SamplingParams(max_tokens=5))
                 self.loop.settle()
