@@ -14,6 +14,7 @@ from trioengine.cli.sources import warn_about_unknown_variables
 from trioengine.core.wording import brief, did_you_mean
 
 HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
+    "generation_config": "Sampling defaults: auto (the model's own), none, or a file or a directory with one.",
     "device": "auto, cpu, cuda or cuda:N.",
     "dtype": "auto, float32 or bfloat16.",
     "max_model_len": "Tokens of prompt and answer together; without it the model's own limit.",
@@ -78,7 +79,16 @@ HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
     "skip_special_tokens": "Leave special tokens out of the text.",
 }
 PANELS = {
-    "Model": ("device", "dtype", "kernels", "batch_invariant", "num_threads", "max_model_len", "served_model_name"),
+    "Model": (
+        "generation_config",
+        "device",
+        "dtype",
+        "kernels",
+        "batch_invariant",
+        "num_threads",
+        "max_model_len",
+        "served_model_name",
+    ),
     "Batching and cache": (
         "max_num_batched_tokens",
         "chunked_prefill_size",

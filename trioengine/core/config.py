@@ -73,6 +73,7 @@ class EngineConfig:
     """
 
     model: str = DEFAULT_MODEL
+    generation_config: str = "auto"  # sampling defaults: auto (the model's own), none, or a path
     device: str = "auto"
     dtype: DType = "auto"  # bfloat16 on CUDA and where the CPU has AVX512-BF16 or AMX, else float32
     max_model_len: int | None = None
@@ -107,6 +108,9 @@ class EngineConfig:
             object.__setattr__(self, "restart_delays", tuple(self.restart_delays))
         if not isinstance(self.model, str) or not self.model:
             raise InvalidConfig.of("model", f"must be a name or a path, got {brief(self.model)}")
+        if not isinstance(self.generation_config, str) or not self.generation_config:
+            rule = f"must be auto, none or a path, got {brief(self.generation_config)}"
+            raise InvalidConfig.of("generation_config", rule)
         if self.device not in _DEVICES:
             raise InvalidConfig.of("device", f"must be auto, cpu, cuda or cuda:N, got {brief(self.device)}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
@@ -170,6 +174,7 @@ class EngineOptions(TypedDict, total=False):
     """The fields of EngineConfig as keywords of the calls that open an engine."""
 
     model: str
+    generation_config: str
     device: str
     dtype: DType
     max_model_len: int | None

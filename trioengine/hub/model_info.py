@@ -15,12 +15,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageProcessing
 from trioengine.hub.checkpoint import GGUFModelHeader, map_file, read_gguf, read_safetensors
+from trioengine.hub.generation_config import GENERATION_CONFIG
 from trioengine.hub.model_config import Fields, read_file, read_json, read_text
 from trioengine.hub.pull import name_of
 from trioengine.text.chat_template import ChatTemplate
@@ -28,7 +29,7 @@ from trioengine.text.tokenizer import CONTROL, GGUF_ARRAYS, Tokenizer
 
 MAX_TOKENIZER = 32 << 20  # bytes
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>")
-_GENERATION, _TOKENIZER = "generation_config.json", "tokenizer_config.json"
+_TOKENIZER = "tokenizer_config.json"
 
 
 class ModelFormat(enum.Enum):
@@ -51,6 +52,9 @@ class ModelInfo:
     chat_template: ChatTemplate | None
     tokenizer: Tokenizer
     images: ImageProcessing | None = None  # None for a model of texts only
+    generation: Fields | None = field(
+        default=None, compare=False
+    )  # unchecked: the file or metadata that may have sampling defaults
 
 
 def read_model(path: Path) -> ModelInfo:
@@ -91,17 +95,18 @@ def _read_directory(directory: Path) -> ModelInfo:
     with _naming(tokenizer_file):
         tokenizer = Tokenizer.from_json(read_file(tokenizer_file, MAX_TOKENIZER), vocab_size=config.text.vocab_size)
         _check_image_token(config.images, tokenizer)
-    end_configs = (read_json(directory / _GENERATION), header.fields)
+    generation = read_json(directory / GENERATION_CONFIG)
     return ModelInfo(
         path=directory,
         format=ModelFormat.SAFETENSORS,
         model_type=config.model_type,
         context_length=config.text.max_position_embeddings,
         vocab_size=config.text.vocab_size,
-        eos_token_ids=_eos_token_ids(end_configs, tokenizer_config, tokenizer, config.text.vocab_size),
+        eos_token_ids=_eos_token_ids((generation, header.fields), tokenizer_config, tokenizer, config.text.vocab_size),
         chat_template=_chat_template(directory, tokenizer_config, has_processor=config.images is not None),
         tokenizer=tokenizer,
         images=config.images,
+        generation=generation,
     )
 
 
@@ -171,6 +176,7 @@ def _read_gguf_file(path: Path) -> ModelInfo:
             eos_token_ids=metadata.eos_token_ids(),
             chat_template=metadata.chat_template(),
             tokenizer=metadata.tokenizer,
+            generation=Fields(path, header.metadata),
         )
 
 
