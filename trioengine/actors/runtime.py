@@ -111,7 +111,10 @@ class Runtime:
     # ---- the model ------------------------------------------------------------------------------------------------
 
     async def read_model(self, path: Path) -> None:
-        """Read the model's files and sampling defaults. Raises ModelError, and InvalidConfig for a `max_model_len` beyond its context."""
+        """Read the model's files and its sampling defaults.
+
+        Raises ModelError, and InvalidConfig for a `max_model_len` beyond its context.
+        """
         self._model = model = await self.ports.run_in_thread(self.ports.read_model, path)
         self.config.check_context(model.context_length)
         self.sampling_defaults = await self.ports.run_in_thread(

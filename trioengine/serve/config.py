@@ -76,6 +76,8 @@ class ServeConfig(ConnectionLimits):
     api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # any of them will do
     admin_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # for operators; valid on all routes
     allowed_origin: tuple[str, ...] = ()  # web pages of other sites that may ask, as https://example.com
+    ssl_certfile: str | None = None  # a certificate chain in PEM: the port speaks TLS
+    ssl_keyfile: str | None = None  # its key; None: in the same file
     weights_dir: str | None = None  # where the checkpoints lie that /update_weights may name
     unknown_fields: str = "warn"  # or "refuse": fields of a request that this server does not know
     tool_call_parser: str = "auto"  # the form of tool calls: hermes, llama3, json; auto: as the template shows it
@@ -89,10 +91,14 @@ class ServeConfig(ConnectionLimits):
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host:
             raise InvalidConfig.of("host", f"must be a name or an address, got {brief(self.host)}")
-        for field, kind in (("served_model_name", "a name"), ("weights_dir", "a directory")):
+        kinds = {"served_model_name": "a name", "weights_dir": "a directory", "ssl_certfile": "a file"}
+        for field, kind in (kinds | {"ssl_keyfile": "a file"}).items():
             name = getattr(self, field)
             if name is not None and not (isinstance(name, str) and name):
                 raise InvalidConfig.of(field, f"must be {kind}, got {brief(name)}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            message = "ssl_keyfile is the key of an ssl_certfile: give both"
+            raise InvalidConfig(message, fields=("ssl_keyfile", "ssl_certfile"))
         if self.unknown_fields not in UNKNOWN_FIELDS:
             names = " or ".join(UNKNOWN_FIELDS)
             raise InvalidConfig.of("unknown_fields", f"must be {names}, got {brief(self.unknown_fields)}")

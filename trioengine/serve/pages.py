@@ -32,14 +32,14 @@ _DOCS = Operation("Describe the routes, as a page", texts=("text/html",))
 _OPENAPI = Operation("Describe the routes, in OpenAPI 3.1", responses={200: OpenApi})
 
 
-def pages(routes: Routes, engine: Engine, model: str, *, has_keys: bool) -> Routes:
+def pages(routes: Routes, engine: Engine, model: str, *, has_keys: bool, scheme: str) -> Routes:
     """Return the routes of the pages about these routes; the description is made here, and once."""
 
     async def home(request: HttpRequest) -> HttpResponse:
         if not wants_html(request):
             return HttpResponse(200, HOME.encode(), _TEXT, ((b"vary", b"accept"),))
         shown = "" if has_keys else model  # a name may disclose something: with keys it is for users
-        page = _home_page(request, shown, state_of(engine), has_keys=has_keys)
+        page = _home_page(request, shown, state_of(engine), has_keys=has_keys, scheme=scheme)
         return html_response(page, more=((b"vary", b"accept"),))
 
     async def docs(request: HttpRequest) -> HttpResponse:
@@ -91,23 +91,24 @@ def _source(text: str) -> str:
 
 # ---- the first page ------------------------------------------------------------------------------------------------
 
-_CURL = """curl http://{host}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{{
+_CURL = """curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{{
   "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32
 }}'"""
 _OPENAI = """from openai import OpenAI
 
-client = OpenAI(base_url="http://{host}/v1", api_key="{key}")
+client = OpenAI(base_url="{url}/v1", api_key="{key}")
 completion = client.chat.completions.create(
     model={model}, messages=[{{"role": "user", "content": "Hello"}}], max_tokens=32
 )
 print(completion.choices[0].message.content)"""
 
 
-def _home_page(request: HttpRequest, model: str, state: str, *, has_keys: bool) -> str:
+def _home_page(request: HttpRequest, model: str, state: str, *, has_keys: bool, scheme: str) -> str:
     host = (request.header(b"host") or b"localhost:8000").decode("ascii")
-    curl = _CURL.format(host=host, key=" -H 'Authorization: Bearer KEY'" if has_keys else "")
+    url = f"{scheme}://{host}"
+    curl = _CURL.format(url=url, key=" -H 'Authorization: Bearer KEY'" if has_keys else "")
     name = json.dumps(model) if model else "client.models.list().data[0].id"
-    openai = _OPENAI.format(host=host, key="KEY" if has_keys else "none", model=name)
+    openai = _OPENAI.format(url=url, key="KEY" if has_keys else "none", model=name)
     shown = escape(model) if model else "<code>/v1/models</code> names it to clients with a key"
     return f"""<h1>trioengine {__version__}</h1>
 <table>
