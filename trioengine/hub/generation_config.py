@@ -1,6 +1,6 @@
 """The sampling defaults of a model: generation_config.json beside a checkpoint, or the metadata of a GGUF file.
 
-Keys, and the parameters that they set, are those of vLLM (`--generation-config`) and llama.cpp (`general.sampling.*`).
+The keys, and the parameters that they set, follow vLLM (`--generation-config`) and llama.cpp (`general.sampling.*`).
 """
 
 from __future__ import annotations

@@ -92,7 +92,9 @@ class ConnectionHandler:
         budget: ByteBudget,
         max_connections: int,
         tls: ssl.SSLContext | None = None,
+        root_path: str = "",
     ) -> None:
+        self._root_path = root_path
         self._routes = routes
         self._tls = tls
         self._access = access
@@ -210,7 +212,13 @@ class ConnectionHandler:
             if idle.cancelled_caught:
                 return None
             with trio.fail_after(self._limits.handshake_timeout), log_unreadable(http):
-                return await http.next_head()
+                return self._without_root(await http.next_head())
+
+    def _without_root(self, request: HttpRequest | None) -> HttpRequest | None:
+        """Return the request with the path of its route: a proxy may have left the prefix in it."""
+        if request is None or not self._root_path or not f"{request.path}/".startswith(f"{self._root_path}/"):
+            return request
+        return dataclasses.replace(request, path=request.path.removeprefix(self._root_path) or "/")
 
     async def _serve_request(self, connection: _Connection, request: HttpRequest) -> bool:
         """Serve a request, or the WebSocket that it asks for; True if another may follow. Raises BadRequest."""

@@ -73,6 +73,7 @@ class Server:
             takes_images=lambda: engine.runtime.takes_images,
             max_connections=clamp_to_fd_limit(config.max_connections),
             tls=tls,
+            root_path=config.root_path,
         )
         self._closing = trio.Event()
         self._accepting = trio.CancelScope()
@@ -132,7 +133,12 @@ class Server:
             **model_routes(engine, model, unknown_fields),
             **admin_routes(engine, self.in_flight, self.config.weights_dir),
         }
-        return {**pages(routes, engine, model, has_keys=self.config.has_keys, scheme=self.scheme), **routes}
+        return {
+            **pages(
+                routes, engine, model, has_keys=self.config.has_keys, scheme=self.scheme, root=self.config.root_path
+            ),
+            **routes,
+        }
 
     async def _realtime(self, websocket: AcceptedWebSocket, held: Held, cache_salt: bytes) -> None:
         connection = RealtimeConnection(
