@@ -61,6 +61,7 @@ OPTIONAL = {
     "seed",
     "logprobs",
     "grammar",
+    "chat_template",
     "max_model_len",
     "kv_cache_memory",
     "chunked_prefill_size",
@@ -217,6 +218,7 @@ def test_sampling_parameters_take_one_string_or_lists():
 BAD_CONFIG = {
     "model": ["", *NO_NUMBERS[1:]],
     "generation_config": ["", *NO_NUMBERS[1:]],
+    "chat_template": ["", *NO_NUMBERS[1:]],
     "on_worker_loss": ["", "retry", *NO_NUMBERS],
     "device": ["tpu", "cuda:", "cuda:x", "cuda:-1", "cuda:128", "cuda:01", "cuda:٣", "cuda:" + "9" * 20, *NO_NUMBERS],
     "dtype": ["int4", *NO_NUMBERS],

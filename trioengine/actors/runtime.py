@@ -67,7 +67,7 @@ from trioengine.core.messages import (
 from trioengine.core.power import sorted_tags
 from trioengine.core.sampling_params import Overflow
 from trioengine.hub.generation_config import sampling_defaults
-from trioengine.hub.model_info import ModelInfo
+from trioengine.hub.model_info import ModelInfo, with_chat_template
 from trioengine.text.chat_template import NO_VARIABLES
 from trioengine.text.chat_tokenizer import ChatTokenizer
 
@@ -115,7 +115,11 @@ class Runtime:
 
         Raises ModelError, and InvalidConfig for a `max_model_len` beyond its context.
         """
-        self._model = model = await self.ports.run_in_thread(self.ports.read_model, path)
+        model = await self.ports.run_in_thread(self.ports.read_model, path)
+        if self.config.chat_template is not None:
+            template = Path(self.config.chat_template)
+            model = await self.ports.run_in_thread(with_chat_template, model, template)
+        self._model = model
         self.config.check_context(model.context_length)
         self.sampling_defaults = await self.ports.run_in_thread(
             sampling_defaults, model.generation, self.config.generation_config

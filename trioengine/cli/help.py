@@ -15,6 +15,7 @@ from trioengine.core.wording import brief, did_you_mean
 
 HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
     "generation_config": "Sampling defaults: auto (the model's own), none, or a file or a directory with one.",
+    "chat_template": "A file with a chat template, in place of the model's.",
     "device": "auto, cpu, cuda or cuda:N.",
     "dtype": "auto, float32 or bfloat16.",
     "max_model_len": "Tokens of prompt and answer together; without it the model's own limit.",
@@ -85,6 +86,7 @@ HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
 PANELS = {
     "Model": (
         "generation_config",
+        "chat_template",
         "device",
         "dtype",
         "kernels",

@@ -15,11 +15,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trioengine.core.errors import ModelError
+from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.core.image import ImageProcessing
+from trioengine.core.wording import excerpt
 from trioengine.hub.checkpoint import GGUFModelHeader, map_file, read_gguf, read_safetensors
 from trioengine.hub.generation_config import GENERATION_CONFIG
 from trioengine.hub.model_config import Fields, read_file, read_json, read_text
@@ -29,6 +30,7 @@ from trioengine.text.tokenizer import CONTROL, GGUF_ARRAYS, Tokenizer
 
 MAX_TOKENIZER = 32 << 20  # bytes
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>")
+_SAMPLE = "Hello"
 _TOKENIZER = "tokenizer_config.json"
 
 
@@ -52,6 +54,8 @@ class ModelInfo:
     chat_template: ChatTemplate | None
     tokenizer: Tokenizer
     images: ImageProcessing | None = None  # None for a model of texts only
+    bos_token: str = ""  # for chat templates, as the next one
+    eos_token: str = ""
     generation: Fields | None = field(
         default=None, compare=False
     )  # unchecked: the file or metadata that may have sampling defaults
@@ -71,6 +75,32 @@ def read_model(path: Path) -> ModelInfo:
         if (name := name_of(path)) is None:
             raise
         raise ModelError(f"{exc}; remove it and run `trioengine pull {name}`") from exc
+
+
+def with_chat_template(model: ModelInfo, path: Path) -> ModelInfo:
+    """Return the model with the chat template in this file, which is compiled and renders a message.
+
+    Raises ModelError, which names the file.
+    """
+    source = read_text(path)
+    with _naming(path):
+        template = ChatTemplate(source, bos_token=model.bos_token, eos_token=model.eos_token)
+        _check_renders(template)
+    return replace(model, chat_template=template)
+
+
+def _check_renders(template: ChatTemplate) -> None:
+    """Raise ModelError for a template that renders neither a content that is a text, nor one that is a list."""
+    refusal: RequestRejected | None = None
+    for content in (_SAMPLE, [{"type": "text", "text": _SAMPLE}]):
+        try:
+            template.render([{"role": "user", "content": content}], add_generation_prompt=True)
+            return
+        except RequestRejected as exc:
+            refusal = refusal or exc
+    assert refusal is not None
+    reason = excerpt(str(refusal.__cause__ or refusal.message))
+    raise ModelError(f"the chat template does not render a message: {reason}") from refusal
 
 
 @contextmanager
@@ -106,6 +136,8 @@ def _read_directory(directory: Path) -> ModelInfo:
         chat_template=_chat_template(directory, tokenizer_config, has_processor=config.images is not None),
         tokenizer=tokenizer,
         images=config.images,
+        bos_token=tokenizer_config.string("bos_token"),
+        eos_token=tokenizer_config.string("eos_token"),
         generation=generation,
     )
 
@@ -176,6 +208,8 @@ def _read_gguf_file(path: Path) -> ModelInfo:
             eos_token_ids=metadata.eos_token_ids(),
             chat_template=metadata.chat_template(),
             tokenizer=metadata.tokenizer,
+            bos_token=metadata.token("bos"),
+            eos_token=metadata.token("eos"),
             generation=Fields(path, header.metadata),
         )
 
@@ -203,7 +237,7 @@ class _Metadata:
             return None
         if not isinstance(source, str):
             raise self._fields.bad("tokenizer.chat_template", "must be a string of at most 1 MiB")
-        return ChatTemplate(source, bos_token=self._token("bos"), eos_token=self._token("eos"))
+        return ChatTemplate(source, bos_token=self.token("bos"), eos_token=self.token("eos"))
 
     def _token_id(self, name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
@@ -214,6 +248,6 @@ class _Metadata:
             raise self._fields.bad(key, f"must be a token id below {len(self._tokens)}")
         return token_id
 
-    def _token(self, name: str) -> str:
+    def token(self, name: str) -> str:
         token_id = self._token_id(name)
         return "" if token_id is None else self._tokens[token_id]

@@ -3,8 +3,8 @@
 Keys are held and compared as digests, so that neither a memory dump nor the time of a response discloses one.
 
 Without a key only loopback names and allowed hosts are served, so that no web page can reach the engine by DNS
-rebinding. With a key every host is served unless some are allowed, and a page may send requests if it comes from this server. Pages of an allowed site, and without a key pages of this machine,
-also get the headers of CORS.
+rebinding. With a key every host is served unless some are allowed, and a page may send requests if it comes from this
+server. Pages of an allowed site, and without a key pages of this machine, also get the headers of CORS.
 
 Two keys share nothing in the prefix cache, and within a key two `cache_salt`s do not: otherwise `cached_tokens`, or the
 time to the first token, would show a client which prompts others have sent.
