@@ -12,7 +12,7 @@ from trioengine.core.config import MAX_SESSIONS
 from trioengine.core.errors import InvariantError
 from trioengine.core.ledger import Ledger, RequestState
 from trioengine.core.messages import AddMessage, Configure
-from trioengine.core.sampling_params import replace_valid
+from trioengine.core.sampling_params import ResolvedParams, checked_defaults, replace_valid, resolved_params
 from trioengine.core.types import Cause, FinishReason, token_ids
 from trioengine.core.wording import brief
 
@@ -53,9 +53,15 @@ BAD_PARAMS = {
 }
 OPTIONAL = {
     "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
     "seed",
     "logprobs",
     "grammar",
+    "chat_template",
     "max_model_len",
     "kv_cache_memory",
     "chunked_prefill_size",
@@ -116,6 +122,16 @@ def test_valid_fields_are_replaced_without_another_validation():
         replace_valid(params, temprature=1.0)
 
 
+def test_values_that_were_not_given_are_the_models_defaults_or_neutral():
+    params = SamplingParams(top_p=1.0, max_tokens=5)
+    resolved = resolved_params(params, {"temperature": 0.2, "top_p": 0.5}, seed=3)
+    assert resolved == ResolvedParams(temperature=0.2, top_p=1.0, max_tokens=5, seed=3)
+    assert (resolved.top_k, resolved.min_p, resolved.repetition_penalty) == (0, 0.0, 1.0)
+    assert checked_defaults({"top_k": np.int64(4), "max_tokens": 7}) == {"top_k": 4, "max_tokens": 7}
+    with pytest.raises(RequestRejected, match="top_p must be"):
+        checked_defaults({"top_p": 2})
+
+
 def types(values):
     return {type(value) for value in values}
 
@@ -134,7 +150,7 @@ def test_numbers_of_numpy_become_pythons():
     assert (params.max_tokens, params.seed, params.temperature, params.min_p) == (5, 7, 0.5, 0.25)
     assert types([params.max_tokens, params.seed, *params.stop_token_ids, *params.logit_bias]) == {int}
     assert types([params.temperature, params.top_p, params.min_p, *params.logit_bias.values()]) == {float}
-    message = AddMessage(1, 1, 0, token_ids(), params, ())
+    message = AddMessage(1, 1, 0, token_ids(), resolved_params(params, {}), ())
     assert decode(encode(message)) == message
     config = EngineConfig(max_num_seqs=np.int64(8), step_timeout=np.float32(2), restart_delays=[np.float64(1), 2])
     assert types([config.max_num_seqs]) == {int}
@@ -187,7 +203,7 @@ MOST = {
 
 @pytest.mark.parametrize("values", [LEAST, MOST], ids=["least", "most"])
 def test_the_bounds_themselves_are_allowed_and_travel(values):
-    message = AddMessage(1, 1, 0, token_ids(), SamplingParams(**values), ())
+    message = AddMessage(1, 1, 0, token_ids(), ResolvedParams(**values), ())
     assert decode(encode(message)) == message
 
 
@@ -201,6 +217,8 @@ def test_sampling_parameters_take_one_string_or_lists():
 
 BAD_CONFIG = {
     "model": ["", *NO_NUMBERS[1:]],
+    "generation_config": ["", *NO_NUMBERS[1:]],
+    "chat_template": ["", *NO_NUMBERS[1:]],
     "on_worker_loss": ["", "retry", *NO_NUMBERS],
     "device": ["tpu", "cuda:", "cuda:x", "cuda:-1", "cuda:128", "cuda:01", "cuda:٣", "cuda:" + "9" * 20, *NO_NUMBERS],
     "dtype": ["int4", *NO_NUMBERS],

@@ -18,7 +18,7 @@ from trioengine.core.messages import (
     Tokens,
     ToWorker,
 )
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.simulated_process import SimulatedDecoder, SimulatedPayload
 from trioengine.testing.toy_model import (
@@ -96,7 +96,7 @@ class ImageBench:
             images.append((tiles, data))
             inputs.append(self.image(data, tiles))
         self.prompts[number] = ids, images, max_tokens
-        params = SamplingParams(max_tokens=max_tokens, seed=1, ignore_eos=True)
+        params = ResolvedParams(max_tokens=max_tokens, seed=1, ignore_eos=True)
         return AddMessage(number, number, 0, token_ids(ids), params, (), 0, tuple(inputs))
 
     def image(self, data: bytes, tiles: list[int]) -> ImageInput:

@@ -35,11 +35,11 @@ from trioengine.core.messages import (
     WorkerStatistics,
 )
 from trioengine.core.power import Tag
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import FinishReason, Usage, token_ids
 
 STATISTICS = WorkerStatistics(*range(11))
-PARAMS = SamplingParams(max_tokens=4, seed=7, logit_bias={3: -1.5}, stop_token_ids=(5,))
+PARAMS = ResolvedParams(max_tokens=4, seed=7, logit_bias={3: -1.5}, stop_token_ids=(5,))
 USAGE = Usage(3, 1, 0, 0.5, 0.25)
 
 

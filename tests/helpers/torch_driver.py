@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trioengine.core.config import WorkerConfig
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.kernels.native_kernels import find_compiler
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
@@ -40,7 +40,7 @@ def generate(runner, prompts, max_tokens, params=None, **limits):
         "block_size": runner.info.block_size,
         **limits,
     }
-    params = params or SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0, ignore_eos=True)
+    params = params or ResolvedParams(temperature=0.0, max_tokens=max_tokens, seed=0, ignore_eos=True)
     scheduler = Scheduler(Limits(**limits))
     sequences = [Sequence(i, i, list(prompt), len(prompt), params, frozenset()) for i, prompt in enumerate(prompts)]
     for sequence in sequences:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from trioengine.core.messages import RequestFailed, TokensRow
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import FinishReason
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner, toy_answer
@@ -27,8 +27,8 @@ def make(**changes: int) -> tuple[Scheduler, ToyRunner]:
     return Scheduler(limits), ToyRunner(limits)
 
 
-def params(max_tokens: int, **changes: object) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, seed=1, **({"ignore_eos": True} | changes))  # type: ignore[arg-type]
+def params(max_tokens: int, **changes: object) -> ResolvedParams:
+    return ResolvedParams(max_tokens=max_tokens, seed=1, **({"ignore_eos": True} | changes))  # type: ignore[arg-type]
 
 
 def next_token(history: Iterable[int]) -> int:
@@ -36,7 +36,7 @@ def next_token(history: Iterable[int]) -> int:
     return toy_answer(history, 1)[0]
 
 
-def answer(prompt: list[int], params: SamplingParams, max_sequence_len: int) -> list[int]:
+def answer(prompt: list[int], params: ResolvedParams, max_sequence_len: int) -> list[int]:
     """The reference: what a request must give, computed without blocks, batches or caches."""
     tokens = list(prompt)
     output: list[int] = []
@@ -50,9 +50,9 @@ def answer(prompt: list[int], params: SamplingParams, max_sequence_len: int) -> 
             return output
 
 
-def sequence_of(request: int, prompt: list[int], params: SamplingParams | None = None) -> Sequence:
+def sequence_of(request: int, prompt: list[int], params: ResolvedParams | None = None) -> Sequence:
     """A new sequence, its session numbered as the request."""
-    params = params or SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
+    params = params or ResolvedParams(max_tokens=4, seed=1, ignore_eos=True)
     return Sequence(request, request, list(prompt), len(prompt), params, frozenset({EOS}))
 
 
@@ -92,7 +92,7 @@ def run_all(scheduler: Scheduler, runner: ToyRunner) -> list[Sampled]:
     return ends
 
 
-def finish(prompt: list[int], sampling: SamplingParams, **limits: int) -> tuple[FinishReason | None, list[int]]:
+def finish(prompt: list[int], sampling: ResolvedParams, **limits: int) -> tuple[FinishReason | None, list[int]]:
     """Run one request; how and with which tokens it finished, which are checked against the reference."""
     scheduler, runner = make(**limits)
     sequence = sequence_of(1, prompt, sampling)

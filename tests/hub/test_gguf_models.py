@@ -4,6 +4,7 @@ import math
 import os
 import re
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -104,7 +105,9 @@ def gguf_model(tmp_path, changes=None, tensors=None):
 def test_a_gguf_file(tmp_path):
     model = gguf_model(tmp_path)
     tokenizer, template = model.tokenizer, model.chat_template
-    assert model == ModelInfo(tmp_path / "some.gguf", ModelFormat.GGUF, "llama", 64, 7, (5, 3), template, tokenizer)
+    shown = replace(model, bos_token="", eos_token="")
+    assert shown == ModelInfo(tmp_path / "some.gguf", ModelFormat.GGUF, "llama", 64, 7, (5, 3), template, tokenizer)
+    assert model.bos_token == "<|im_start|>"
     assert tokenizer.encode("ab<|im_end|>b") == [2, 5, 1]
     assert template.render([{"content": "x"}], add_generation_prompt=False) == "<|im_start|>x<|im_end|>"
 

@@ -96,7 +96,8 @@ def rendered(model):
 
 def test_the_properties_of_a_directory(directory):
     model = read_model(directory)
-    assert replace(model, chat_template=None) == ModelInfo(
+    assert (model.bos_token, model.eos_token) == ("<s>", "</s>")
+    assert replace(model, chat_template=None, bos_token="", eos_token="") == ModelInfo(
         directory, ModelFormat.SAFETENSORS, "llama", 64, 8, (2,), None, model.tokenizer
     )
     assert model.tokenizer.encode("ab</s>") == [0, 1, 2]

@@ -17,7 +17,7 @@ from trioengine.testing import simulated_engine
 from trioengine.text.tokenizer import Tokenizer
 
 ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True)
-MODEL = {"id": "toy", "object": "model", "owned_by": "trioengine", "max_model_len": 512}
+MODEL = {"id": "toy", "object": "model", "owned_by": "trioengine", "max_model_len": 512, "default_sampling_params": {}}
 
 
 async def test_models(autojump_clock, clients):

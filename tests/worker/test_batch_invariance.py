@@ -8,7 +8,7 @@ import torch
 from helpers.torch_driver import load, needs_compiler, reference
 
 from trioengine.core.errors import ModelError
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.kernels import linear
 from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.linear import InvariantLinears, RowPlan, find_plan, row_plans
@@ -41,9 +41,9 @@ class Answer:
 
 
 PARAMS = (
-    SamplingParams(temperature=0.0, ignore_eos=True, seed=1, logprobs=3),
-    SamplingParams(temperature=1.0, ignore_eos=True, seed=2, logprobs=3),
-    SamplingParams(temperature=0.7, ignore_eos=True, seed=3, top_p=0.9, top_k=40, logprobs=3),
+    ResolvedParams(temperature=0.0, ignore_eos=True, seed=1, logprobs=3),
+    ResolvedParams(temperature=1.0, ignore_eos=True, seed=2, logprobs=3),
+    ResolvedParams(temperature=0.7, ignore_eos=True, seed=3, top_p=0.9, top_k=40, logprobs=3),
 )
 
 
@@ -59,7 +59,7 @@ def answers(runner, prompts, lengths, **limits):
     scheduler, found = Scheduler(Limits(**limits)), [Answer() for _ in prompts]
     for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         if prompt is not None:
-            params = SamplingParams(**{**vars_of(PARAMS[i % len(PARAMS)]), "max_tokens": length})
+            params = ResolvedParams(**{**vars_of(PARAMS[i % len(PARAMS)]), "max_tokens": length})
             scheduler.add(Sequence(i, i, list(prompt), len(prompt), params, frozenset()))
     while scheduler.has_work:
         output = scheduler.schedule()

@@ -24,7 +24,7 @@ from trioengine.core.messages import (
     Woken,
 )
 from trioengine.core.power import ALL_TAGS, Tag
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import token_ids
 
 SCRIPT = Path(__file__).with_name("memory_worker.py")
@@ -32,7 +32,7 @@ MIB = 1 << 20
 KV_BYTES = 72 * MIB  # some more than three sessions fill
 MAX_MODEL_LEN = 1024
 CYCLES = 10
-GREEDY = SamplingParams(temperature=0.0, max_tokens=4, seed=0, ignore_eos=True)
+GREEDY = ResolvedParams(temperature=0.0, max_tokens=4, seed=0, ignore_eos=True)
 
 
 class Worker:

@@ -10,7 +10,7 @@ from helpers.torch_driver import generate, load, needs_compiler, reference
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.core.messages import RequestFailed, TokensRow
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.kernels import torch_kernels
 from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.runner.model_runner import TorchModelRunner
@@ -18,7 +18,7 @@ from trioengine.worker.runner.model_weights import choose_device, choose_dtype
 from trioengine.worker.scheduling.sequence import BlockCopy, ScheduledSequence, SchedulerOutput, Sequence
 
 VARIANTS = reference("tiny_reference.json")
-GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=48, ignore_eos=True)
+GREEDY = ResolvedParams(temperature=0.0, seed=0, max_tokens=48, ignore_eos=True)
 
 
 @pytest.fixture(params=VARIANTS)
@@ -43,14 +43,14 @@ def runner(tiny_llama, tmp_path, variant, kernels):
 
 @pytest.mark.parametrize("budget", [2048, 33, 7, 1])
 def test_greedy_is_that_of_transformers(tiny_llama, runner, variant, budget):
-    params = SamplingParams(temperature=0.0, max_tokens=48, seed=0, ignore_eos=True, logprobs=0)
+    params = ResolvedParams(temperature=0.0, max_tokens=48, seed=0, ignore_eos=True, logprobs=0)
     answers, _ = generate(runner, [tiny_llama.PROMPT], 48, params, max_num_batched_tokens=budget, max_num_seqs=1)
     assert answers == [VARIANTS[variant]["output"]]
 
 
 def test_logprob_is_that_of_transformers(tiny_llama, runner, variant):
     sequence = Sequence(
-        0, 0, list(tiny_llama.PROMPT), 90, SamplingParams(temperature=0.0, seed=0, logprobs=0), frozenset()
+        0, 0, list(tiny_llama.PROMPT), 90, ResolvedParams(temperature=0.0, seed=0, logprobs=0), frozenset()
     )
     sequence.block_table = [3, 1, 4, 2, 9, 6]
     (token,) = runner.execute(SchedulerOutput((ScheduledSequence(sequence, 90),)))

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from trioengine.core.grammar import GrammarFailed
 from trioengine.core.messages import RequestFailed, TokensRow
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.runner.sampling import _first_above, best_tokens, process_row, sample, uniform
 from trioengine.worker.scheduling.sequence import Sequence
 
@@ -20,7 +20,7 @@ EOS = 7
 
 def sequence(prompt=(1, 2), output=(), request=0, **params):
     params = {"seed": 0, "temperature": 0.0, **params}
-    return Sequence(request, request, [*prompt, *output], len(prompt), SamplingParams(**params), frozenset({EOS}))
+    return Sequence(request, request, [*prompt, *output], len(prompt), ResolvedParams(**params), frozenset({EOS}))
 
 
 def logits(*rows):

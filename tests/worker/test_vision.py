@@ -11,14 +11,14 @@ from helpers.torch_driver import load, needs_compiler, reference
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.image import ImageFormat, ImageInfo
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.hub.model_info import read_model
 from trioengine.worker.image_decoding import read_tiles
 from trioengine.worker.kernels.batch import EmbeddedRows, make_batch
 from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
 REFERENCE = reference("vision_reference.json")
-GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=64, ignore_eos=True)
+GREEDY = ResolvedParams(temperature=0.0, seed=0, max_tokens=64, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", params=REFERENCE)

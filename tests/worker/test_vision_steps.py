@@ -7,7 +7,7 @@ from helpers.torch_driver import load, needs_compiler, reference
 
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.messages import AddMessage, AddSession, ImageInput, PayloadConsumed, Tokens
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import token_ids
 from trioengine.testing.simulated_process import SimulatedDecoder, SimulatedPayload
 from trioengine.worker.scheduling.engine_core import EngineCore
@@ -56,7 +56,7 @@ class Worker:
             tiles = [next(starts) for _ in range(processing.num_tiles(*size))]
             info = ImageInfo(ImageFormat.RGB, *size)
             images.append(ImageInput(len(self.sources), "image", data[:64], info, len(data), token_ids(tiles)))
-        params = SamplingParams(temperature=0.0, seed=0, max_tokens=len(case["output"]), ignore_eos=True)
+        params = ResolvedParams(temperature=0.0, seed=0, max_tokens=len(case["output"]), ignore_eos=True)
         self.core.handle(AddSession(number))
         message = AddMessage(number, number, 0, token_ids(case["input_ids"]), params, (), images=tuple(images))
         self.take(self.core.handle(message))

@@ -21,7 +21,7 @@ from trioengine.core.connection import Connection, Role
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.messages import AddMessage, Configure, FromWorker, ImageInput, Loading, Ready, ToWorker
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import token_ids
 from trioengine.worker.process import run
 from trioengine.worker.scheduling.images import DecodedImage, ImageError, TileShape, Vision
@@ -102,7 +102,7 @@ class EngineEnd:
 
 def request(session: int, number: int, ids: list[int], max_tokens: int = 3, *images: ImageInput) -> AddMessage:
     """The first message of a session."""
-    params = SamplingParams(max_tokens=max_tokens, seed=1)
+    params = ResolvedParams(max_tokens=max_tokens, seed=1)
     return AddMessage(session, number, 0, token_ids(ids), params, (), images=images)
 
 

@@ -22,7 +22,7 @@ from trioengine.actors.waiting_line import NOT_NOW, waits_for
 from trioengine.core.checks import PromptPlaces
 from trioengine.core.errors import EngineError, RequestRejected, TimedOut
 from trioengine.core.lifecycle import Phase
-from trioengine.core.sampling_params import SamplingParams, prompt_limit, replace_valid
+from trioengine.core.sampling_params import ResolvedParams, SamplingParams, prompt_limit, resolved_params
 from trioengine.core.types import Cause
 from trioengine.text.conversation import Conversation, Prepared, Prompt, check_length, newest_turn
 from trioengine.text.output import OutputText
@@ -223,11 +223,14 @@ def _commit_now(entry: _Entry) -> None:
     entry.session.commit(request, link)
 
 
-def _resolved(runtime: Runtime, request: Request) -> SamplingParams:
-    """The parameters with max_tokens within the context, and a seed."""
-    params = request.params
+def _resolved(runtime: Runtime, request: Request) -> ResolvedParams:
+    """Return the parameters with the model's defaults, max_tokens within the context, and a seed."""
+    params, defaults = request.params, runtime.sampling_defaults
     room = runtime.limits.max_model_len - request.num_prompt_tokens
-    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    max_tokens = params.max_tokens
+    if max_tokens is None:
+        max_tokens = max(int(defaults.get("max_tokens", room)), params.min_tokens)
+    max_tokens = min(max_tokens, room)
     seed = runtime.ports.mint_seed() if params.seed is None else params.seed
     min_tokens = min(params.min_tokens, max_tokens)
-    return replace_valid(params, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed, stop=())
+    return resolved_params(params, defaults, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed, stop=())

@@ -15,7 +15,7 @@ from trioengine.aio.concurrency import Deadline
 from trioengine.core.errors import EngineError, Outcome, RequestRejected, SamplingFailed
 from trioengine.core.ledger import RequestState
 from trioengine.core.messages import INVALID_GRAMMAR, SAMPLING_FAILED, AddMessage, RequestFailed, TokensRow
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams, SamplingParams
 from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Logprobs, Usage
 from trioengine.text.chat_tokenizer import PlacedImage
 from trioengine.text.conversation import Conversation, Prepared
@@ -67,7 +67,7 @@ class Request(ReadableRequest):
         self.state = RequestState.PREPARING
         self.prepared: Prepared | None = None
         self.output: OutputText | None = None
-        self.resolved: SamplingParams | None = None  # with max_tokens and a seed, as the worker gets them
+        self.resolved: ResolvedParams | None = None
         self.eos_token_ids: tuple[int, ...] = ()  # of the model
         self.usage: Usage | None = None  # of the first attachment that produced a token
         self.weight_versions: list[int] = []

@@ -66,7 +66,8 @@ from trioengine.core.messages import (
 )
 from trioengine.core.power import sorted_tags
 from trioengine.core.sampling_params import Overflow
-from trioengine.hub.model_info import ModelInfo
+from trioengine.hub.generation_config import sampling_defaults
+from trioengine.hub.model_info import ModelInfo, with_chat_template
 from trioengine.text.chat_template import NO_VARIABLES
 from trioengine.text.chat_tokenizer import ChatTokenizer
 
@@ -103,15 +104,29 @@ class Runtime:
         self.nursery: trio.Nursery | None = None  # of the sessions' tasks
         self._on_load = on_load
         self._model: ModelInfo | None = None
+        self.sampling_defaults: Mapping[str, float] = {}  # of requests, by parameter, once the model's files are read
         self._tokenizer: ChatTokenizer | None = None
         self._limits: Ready | None = None
 
     # ---- the model ------------------------------------------------------------------------------------------------
 
     async def read_model(self, path: Path) -> None:
-        """Read the model's files. Raises ModelError, and InvalidConfig for a `max_model_len` beyond its context."""
-        self._model = model = await self.ports.run_in_thread(self.ports.read_model, path)
+        """Read the model's files and its sampling defaults.
+
+        Raises ModelError, and InvalidConfig for a `max_model_len` beyond its context.
+        """
+        model = await self.ports.run_in_thread(self.ports.read_model, path)
+        if self.config.chat_template is not None:
+            template = Path(self.config.chat_template)
+            model = await self.ports.run_in_thread(with_chat_template, model, template)
+        self._model = model
         self.config.check_context(model.context_length)
+        self.sampling_defaults = await self.ports.run_in_thread(
+            sampling_defaults, model.generation, self.config.generation_config
+        )
+        if self.sampling_defaults:
+            shown = ", ".join(f"{name} {value:g}" for name, value in self.sampling_defaults.items())
+            logger.info("sampling defaults of requests: %s; generation_config=none ignores them", shown)
         name = f"model {self.config.model!r}"
         self._tokenizer = ChatTokenizer(model.tokenizer, model.chat_template, model.images, name)
 

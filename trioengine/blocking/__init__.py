@@ -17,6 +17,7 @@ A method that is made of an asynchronous one has its arguments, its errors and i
 from __future__ import annotations
 
 import abc
+import ssl
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -215,6 +216,13 @@ def open_engine(
 
 @shortens
 @names_checked
-def connect(url: str, *, api_key: str | None = None, model: str | None = None) -> Client:
+def connect(
+    url: str,
+    *,
+    api_key: str | None = None,
+    model: str | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+) -> Client:
     """A client of the server at `url`. Arguments and errors are as in the asynchronous `connect`."""
-    return Client(partial(trioengine.client.client.connect, url, api_key=api_key, model=model))
+    opening = trioengine.client.client.connect
+    return Client(partial(opening, url, api_key=api_key, model=model, ssl_context=ssl_context))

@@ -14,6 +14,8 @@ from trioengine.cli.sources import warn_about_unknown_variables
 from trioengine.core.wording import brief, did_you_mean
 
 HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
+    "generation_config": "Sampling defaults: auto (the model's own), none, or a file or a directory with one.",
+    "chat_template": "A file with a chat template, in place of the model's.",
     "device": "auto, cpu, cuda or cuda:N.",
     "dtype": "auto, float32 or bfloat16.",
     "max_model_len": "Tokens of prompt and answer together; without it the model's own limit.",
@@ -44,6 +46,10 @@ HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
     "api_key": "A key that clients must have; may be given several times.",
     "admin_key": "A key for the operators' routes, and for all others; may be given several times.",
     "allowed_origin": "A site whose pages may ask, as https://example.com; may be given several times.",
+    "allowed_host": "A name that the Host header may have, without a port; may be given several times.",
+    "root_path": "A prefix under which a proxy serves the routes, as /llm.",
+    "ssl_certfile": "A certificate chain in PEM: the port speaks TLS.",
+    "ssl_keyfile": "The certificate's key in PEM; without it in the same file.",
     "weights_dir": "Where the checkpoints lie that an operator may name to /update_weights.",
     "unknown_fields": "warn, or refuse: requests with fields that this server does not know.",
     "tool_call_parser": "The form of tool calls: hermes, llama3 or json; auto: as the chat template shows it.",
@@ -78,7 +84,17 @@ HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
     "skip_special_tokens": "Leave special tokens out of the text.",
 }
 PANELS = {
-    "Model": ("device", "dtype", "kernels", "batch_invariant", "num_threads", "max_model_len", "served_model_name"),
+    "Model": (
+        "generation_config",
+        "chat_template",
+        "device",
+        "dtype",
+        "kernels",
+        "batch_invariant",
+        "num_threads",
+        "max_model_len",
+        "served_model_name",
+    ),
     "Batching and cache": (
         "max_num_batched_tokens",
         "chunked_prefill_size",
@@ -89,8 +105,17 @@ PANELS = {
         "encoder_cache_memory",
         "payload_memory",
     ),
-    "Network": ("host", "port", "shutdown_timeout", "unknown_fields", "tool_call_parser"),
-    "Security": ("api_key", "admin_key", "allowed_origin", "weights_dir", "insecure"),
+    "Network": ("host", "port", "root_path", "shutdown_timeout", "unknown_fields", "tool_call_parser"),
+    "Security": (
+        "api_key",
+        "admin_key",
+        "allowed_origin",
+        "allowed_host",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "weights_dir",
+        "insecure",
+    ),
     "Limits": (
         "max_num_seqs",
         "max_num_queued_reqs",

@@ -70,7 +70,7 @@ async def _serve(
             nursery.start_soon(obey_signals, server, shutdown_timeout)
             nursery.start_soon(freeze_gc_when_ready, server.engine)
             for address in server.addresses:
-                logger.info("listening on http://%s", address)
+                logger.info("listening on %s://%s", server.scheme, address)
             logger.info("loading %s", server.engine.config.model)
     logger.info("stopped")
 

@@ -71,19 +71,20 @@ class Address:
         default = _PORTS[parts.scheme]
         return cls(host, port or default, default == 443, parts.netloc, target)
 
-    async def dial(self) -> trio.abc.Stream:
-        """Open a connection. Raises ConnectionLost."""
+    async def dial(self, context: ssl.SSLContext | None = None) -> trio.abc.Stream:
+        """Open a connection; over TLS by this context, None: the system's certificates. Raises ConnectionLost."""
         try:
             stream = await trio.open_tcp_stream(self.host, self.port)
-            return await self._secured(stream) if self.is_secure else stream
+            return await self._secured(stream, context) if self.is_secure else stream
         except OSError as exc:
             raise self._unreachable(_reason(exc)) from exc
         except trio.BrokenResourceError as exc:
             raise self._unreachable(self._tls_fault(exc.__cause__)) from exc
 
-    async def _secured(self, stream: trio.abc.Stream) -> trio.abc.Stream:
+    async def _secured(self, stream: trio.abc.Stream, context: ssl.SSLContext | None) -> trio.abc.Stream:
         """Shake hands for TLS on the stream."""
-        secured = trio.SSLStream(stream, ssl.create_default_context(), server_hostname=self.host, https_compatible=True)
+        context = context or ssl.create_default_context()
+        secured = trio.SSLStream(stream, context, server_hostname=self.host, https_compatible=True)
         try:
             await secured.do_handshake()
             return secured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack
@@ -140,24 +141,28 @@ async def connect(
     model: str | None = None,
     dial: Callable[[], Awaitable[trio.abc.Stream]] | None = None,
     on_state: Callable[[str], object] = lambda state: None,
+    ssl_context: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Client]:
     """A client of the server at `url`, such as ws://localhost:8000 or https://example.org.
 
     Nothing is connected before a session is opened. Leaving ends every session and closes its WebSocket; cancelled, or
     with an exception, at once. `model` is the name that the server must serve; `dial` opens the streams to connect by,
-    in place of TCP and TLS. `on_state(state)` is called by each session when the state of the server's engine changes
-    (`awake`, `sleeping`, `updating`, `restarting`, …); it must not block, and an exception in it ends the client and is
-    raised here. Raises InvalidConfig.
+    in place of TCP and TLS. `ssl_context` has the certificates to trust, in place of the system's.
+    `on_state(state)` is called by each session when the state of the server's engine changes (`awake`, `sleeping`,
+    `updating`, `restarting`, …); it must not block, and an exception in it ends the client and is raised here. Raises
+    InvalidConfig.
     """
     if api_key is not None and not is_key(api_key):
         raise InvalidConfig.of("api_key", "must be one key of visible ASCII characters")
     if not (model is None or isinstance(model, str)):
         raise InvalidConfig.of("model", f"must be a name, got {brief(model)}")
+    if not (ssl_context is None or isinstance(ssl_context, ssl.SSLContext)):
+        raise InvalidConfig.of("ssl_context", f"must be an ssl.SSLContext, got {brief(ssl_context)}")
     check_callback("dial", dial)
     check_callback("on_state", on_state)
     address = Address.parse(url, model)
     headers = [] if api_key is None else [(b"authorization", b"Bearer " + api_key.encode())]
-    endpoint = Endpoint(address.authority, address.target, headers, address.dial if dial is None else dial)
+    endpoint = Endpoint(address.authority, address.target, headers, dial or partial(address.dial, ssl_context))
     async with open_unwrapped_nursery() as nursery:
         client = Client(endpoint, nursery, on_state)
         try:

@@ -23,7 +23,7 @@ import msgpack
 
 from trioengine.core.errors import LocalProtocolError, RemoteProtocolError
 from trioengine.core.messages import WIRE_NAMES, Message
-from trioengine.core.sampling_params import SamplingParams, params_of_valid
+from trioengine.core.sampling_params import ResolvedParams, params_of_valid
 
 LENGTH = struct.Struct("<I")
 _TYPE = "type"
@@ -121,7 +121,7 @@ class _Record:
         self.names = [field.name for field in dataclasses.fields(cls)]
         self.kinds = {name: _kind(hints[name]) for name in self.names}
         self._name, self._length = cls.__name__, len(self.names)
-        self._make = params_of_valid if cls is SamplingParams else cls  # the engine has validated them
+        self._make = params_of_valid if cls is ResolvedParams else cls  # the engine has validated them
         # The fields to convert, by the types of all packed fields: few combinations occur, and a row comes for each
         # token, most of whose fields are plain.
         self._conversions: dict[tuple[type, ...], list[tuple[int, Callable[[Any], Any]]]] = {}

@@ -73,6 +73,8 @@ class EngineConfig:
     """
 
     model: str = DEFAULT_MODEL
+    generation_config: str = "auto"  # sampling defaults: auto (the model's own), none, or a path
+    chat_template: str | None = None  # a file, in place of the model's template
     device: str = "auto"
     dtype: DType = "auto"  # bfloat16 on CUDA and where the CPU has AVX512-BF16 or AMX, else float32
     max_model_len: int | None = None
@@ -107,6 +109,12 @@ class EngineConfig:
             object.__setattr__(self, "restart_delays", tuple(self.restart_delays))
         if not isinstance(self.model, str) or not self.model:
             raise InvalidConfig.of("model", f"must be a name or a path, got {brief(self.model)}")
+        if not isinstance(self.generation_config, str) or not self.generation_config:
+            rule = f"must be auto, none or a path, got {brief(self.generation_config)}"
+            raise InvalidConfig.of("generation_config", rule)
+        template = self.chat_template
+        if template is not None and not (isinstance(template, str) and template):
+            raise InvalidConfig.of("chat_template", f"must be a file, got {brief(template)}")
         if self.device not in _DEVICES:
             raise InvalidConfig.of("device", f"must be auto, cpu, cuda or cuda:N, got {brief(self.device)}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
@@ -170,6 +178,8 @@ class EngineOptions(TypedDict, total=False):
     """The fields of EngineConfig as keywords of the calls that open an engine."""
 
     model: str
+    generation_config: str
+    chat_template: str | None
     device: str
     dtype: DType
     max_model_len: int | None

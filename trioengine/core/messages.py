@@ -14,7 +14,7 @@ from typing import TypeAlias, get_args
 from trioengine.core.config import WorkerConfig
 from trioengine.core.image import ImageInfo
 from trioengine.core.power import Tag
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import FinishReason, Logprobs, TokenIds, Usage
 
 SAMPLING_FAILED = "sampling_failed"  # codes of REQUEST_FAILED, in addition to RequestRejected's
@@ -63,7 +63,7 @@ class AddMessage:
     request: int
     base: int  # tokens of the session that are kept; beyond its length: RemoteProtocolError
     token_ids: TokenIds
-    params: SamplingParams  # max_tokens and seed are set
+    params: ResolvedParams
     eos_token_ids: tuple[int, ...]
     num_output: int = 0
     images: tuple[ImageInput, ...] = ()  # of the whole prompt, those before `base` included

@@ -49,7 +49,8 @@ NUMBERS: Mapping[str, tuple[Callable[..., float], float, float]] = {  # the chec
     "presence_penalty": (number, -2, 2),
     "frequency_penalty": (number, -2, 2),
 }
-_OPTIONAL = ("max_tokens", "seed", "logprobs")
+_MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # None: the model's default
+_OPTIONAL = ("max_tokens", "seed", "logprobs", *_MODEL_DEFAULTS)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _REQUEST_KEYWORDS = ("keep_partial", "timeout", "wait", "label")  # of `generate`, beside the sampling parameters
 P = ParamSpec("P")
@@ -63,15 +64,17 @@ _set = object.__setattr__  # for fields of frozen instances that are being made
 class SamplingParams:
     """The parameters of one request. Lists become tuples, and numbers of other libraries int and float.
 
+    None is a value that was not given: the model's default, or without one the value that changes nothing.
+
     Raises RequestRejected(code="invalid_value", param=<field>) for a value outside its range.
     """
 
-    max_tokens: int | None = None  # None: up to the context
-    temperature: float = 1.0  # 0: greedy
-    top_k: int = 0  # 0 or -1: all tokens
-    top_p: float = 1.0  # 0: the best token alone
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output, multiplicative; 1: none
+    max_tokens: int | None = None  # None: the model's default, else up to the context
+    temperature: float | None = None  # 0: greedy
+    top_k: int | None = None  # 0 or -1: all tokens
+    top_p: float | None = None  # 0: the best token alone
+    min_p: float | None = None
+    repetition_penalty: float | None = None  # over prompt and output, multiplicative; 1: none
     presence_penalty: float = 0.0  # over the output, additive
     frequency_penalty: float = 0.0  # over the output, additive, times the count
     seed: int | None = None  # None: minted by the engine; with a seed, answers are as reproducible as greedy ones
@@ -132,15 +135,50 @@ class SamplingParams:
         _set(self, "logit_bias", biases)
 
 
+@fields_checked
+@dataclass(frozen=True, slots=True)
+class ResolvedParams(SamplingParams):
+    """Parameters in which every default is resolved, as the worker gets them."""
+
+    __repr__ = SamplingParams.__repr__
+
+    max_tokens: int = MAX_COUNT
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+
 _FIELDS = field_names(SamplingParams)
+_NEUTRAL = {each.name: each.default for each in dataclasses.fields(ResolvedParams) if each.name in _MODEL_DEFAULTS}
 
 
-def params_of_valid(*values: object) -> SamplingParams:
+def params_of_valid(*values: object) -> ResolvedParams:
     """Make parameters from the values of all fields, which are known to be valid, without validation."""
-    params = object.__new__(SamplingParams)
+    params = object.__new__(ResolvedParams)
     for name, value in zip(_FIELDS, values, strict=True):
         _set(params, name, value)
     return params
+
+
+def resolved_params(params: SamplingParams, defaults: Mapping[str, float], **changes: object) -> ResolvedParams:
+    """Return the parameters with the model's `defaults` for the values that were not given.
+
+    The `changes` are further values; all are known to be valid, and max_tokens and seed are among them or given.
+    """
+    values = {name: getattr(params, name) for name in _FIELDS} | changes
+    for name, neutral in _NEUTRAL.items():
+        if values[name] is None:
+            values[name] = defaults.get(name, neutral)
+    return params_of_valid(*values.values())
+
+
+def checked_defaults(given: Mapping[str, object]) -> Mapping[str, float]:
+    """Return the defaults of a model by the names of parameters. Raises RequestRejected for a bad value."""
+    checked = SamplingParams(**cast("Any", dict(given)))
+    return {name: getattr(checked, name) for name in given}
 
 
 def replace_valid(params: SamplingParams, **changes: object) -> SamplingParams:
@@ -155,11 +193,11 @@ class SamplingOptions(TypedDict, total=False):
     """The fields of SamplingParams as keywords of the calls that run a request."""
 
     max_tokens: int | None
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
     presence_penalty: float
     frequency_penalty: float
     seed: int | None

@@ -15,12 +15,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trioengine.core.errors import ModelError
+from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.core.image import ImageProcessing
+from trioengine.core.wording import excerpt
 from trioengine.hub.checkpoint import GGUFModelHeader, map_file, read_gguf, read_safetensors
+from trioengine.hub.generation_config import GENERATION_CONFIG
 from trioengine.hub.model_config import Fields, read_file, read_json, read_text
 from trioengine.hub.pull import name_of
 from trioengine.text.chat_template import ChatTemplate
@@ -28,7 +30,8 @@ from trioengine.text.tokenizer import CONTROL, GGUF_ARRAYS, Tokenizer
 
 MAX_TOKENIZER = 32 << 20  # bytes
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>")
-_GENERATION, _TOKENIZER = "generation_config.json", "tokenizer_config.json"
+_SAMPLE = "Hello"
+_TOKENIZER = "tokenizer_config.json"
 
 
 class ModelFormat(enum.Enum):
@@ -51,6 +54,11 @@ class ModelInfo:
     chat_template: ChatTemplate | None
     tokenizer: Tokenizer
     images: ImageProcessing | None = None  # None for a model of texts only
+    bos_token: str = ""  # for chat templates, as the next one
+    eos_token: str = ""
+    generation: Fields | None = field(
+        default=None, compare=False
+    )  # unchecked: the file or metadata that may have sampling defaults
 
 
 def read_model(path: Path) -> ModelInfo:
@@ -67,6 +75,32 @@ def read_model(path: Path) -> ModelInfo:
         if (name := name_of(path)) is None:
             raise
         raise ModelError(f"{exc}; remove it and run `trioengine pull {name}`") from exc
+
+
+def with_chat_template(model: ModelInfo, path: Path) -> ModelInfo:
+    """Return the model with the chat template in this file, which is compiled and renders a message.
+
+    Raises ModelError, which names the file.
+    """
+    source = read_text(path)
+    with _naming(path):
+        template = ChatTemplate(source, bos_token=model.bos_token, eos_token=model.eos_token)
+        _check_renders(template)
+    return replace(model, chat_template=template)
+
+
+def _check_renders(template: ChatTemplate) -> None:
+    """Raise ModelError for a template that renders neither a content that is a text, nor one that is a list."""
+    refusal: RequestRejected | None = None
+    for content in (_SAMPLE, [{"type": "text", "text": _SAMPLE}]):
+        try:
+            template.render([{"role": "user", "content": content}], add_generation_prompt=True)
+            return
+        except RequestRejected as exc:
+            refusal = refusal or exc
+    assert refusal is not None
+    reason = excerpt(str(refusal.__cause__ or refusal.message))
+    raise ModelError(f"the chat template does not render a message: {reason}") from refusal
 
 
 @contextmanager
@@ -91,17 +125,20 @@ def _read_directory(directory: Path) -> ModelInfo:
     with _naming(tokenizer_file):
         tokenizer = Tokenizer.from_json(read_file(tokenizer_file, MAX_TOKENIZER), vocab_size=config.text.vocab_size)
         _check_image_token(config.images, tokenizer)
-    end_configs = (read_json(directory / _GENERATION), header.fields)
+    generation = read_json(directory / GENERATION_CONFIG)
     return ModelInfo(
         path=directory,
         format=ModelFormat.SAFETENSORS,
         model_type=config.model_type,
         context_length=config.text.max_position_embeddings,
         vocab_size=config.text.vocab_size,
-        eos_token_ids=_eos_token_ids(end_configs, tokenizer_config, tokenizer, config.text.vocab_size),
+        eos_token_ids=_eos_token_ids((generation, header.fields), tokenizer_config, tokenizer, config.text.vocab_size),
         chat_template=_chat_template(directory, tokenizer_config, has_processor=config.images is not None),
         tokenizer=tokenizer,
         images=config.images,
+        bos_token=tokenizer_config.string("bos_token"),
+        eos_token=tokenizer_config.string("eos_token"),
+        generation=generation,
     )
 
 
@@ -171,6 +208,9 @@ def _read_gguf_file(path: Path) -> ModelInfo:
             eos_token_ids=metadata.eos_token_ids(),
             chat_template=metadata.chat_template(),
             tokenizer=metadata.tokenizer,
+            bos_token=metadata.token("bos"),
+            eos_token=metadata.token("eos"),
+            generation=Fields(path, header.metadata),
         )
 
 
@@ -197,7 +237,7 @@ class _Metadata:
             return None
         if not isinstance(source, str):
             raise self._fields.bad("tokenizer.chat_template", "must be a string of at most 1 MiB")
-        return ChatTemplate(source, bos_token=self._token("bos"), eos_token=self._token("eos"))
+        return ChatTemplate(source, bos_token=self.token("bos"), eos_token=self.token("eos"))
 
     def _token_id(self, name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
@@ -208,6 +248,6 @@ class _Metadata:
             raise self._fields.bad(key, f"must be a token id below {len(self._tokens)}")
         return token_id
 
-    def _token(self, name: str) -> str:
+    def token(self, name: str) -> str:
         token_id = self._token_id(name)
         return "" if token_id is None else self._tokens[token_id]

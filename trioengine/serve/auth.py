@@ -2,9 +2,9 @@
 
 Keys are held and compared as digests, so that neither a memory dump nor the time of a response discloses one.
 
-Without a key only loopback names are served, so that no web page can reach the engine by DNS rebinding. With a key, a
-page may send requests if it comes from this server. Pages of an allowed site, and without a key pages of this machine,
-also get the headers of CORS.
+Without a key only loopback names and allowed hosts are served, so that no web page can reach the engine by DNS
+rebinding. With a key every host is served unless some are allowed, and a page may send requests if it comes from this
+server. Pages of an allowed site, and without a key pages of this machine, also get the headers of CORS.
 
 Two keys share nothing in the prefix cache, and within a key two `cache_salt`s do not: otherwise `cached_tokens`, or the
 time to the first token, would show a client which prompts others have sent.
@@ -211,12 +211,14 @@ class Origins:
     def __init__(self, config: ServeConfig) -> None:
         self._has_keys = config.has_keys
         self._loopback_only = not config.has_keys and not config.insecure
+        self._hosts = {host.lower() for host in config.allowed_host}
+        self._serves_loopback = self._loopback_only or is_loopback(config.host)
         self._allowed = {origin.encode() for origin in config.allowed_origin}
 
     def refusal(self, headers: Headers) -> Refusal | None:
         """Return the reason to refuse a request with these headers, if any. A refused Host or Origin is logged."""
         hosts = [value for name, value in headers if name == b"host"]
-        if self._loopback_only and not any(is_loopback(name_of_host(host)) for host in hosts):
+        if (self._loopback_only or self._hosts) and not any(self._is_own(name_of_host(host)) for host in hosts):
             return _refused_host(hosts)
         origins = [value for name, value in headers if name == b"origin" and value not in self._allowed]
         for origin in origins:
@@ -226,16 +228,21 @@ class Origins:
                 return refusal
         return None
 
+    def _is_own(self, name: str) -> bool:
+        """Whether a Host may have this name: an allowed one, or a loopback name of a server that listens there."""
+        return name.lower() in self._hosts or (self._serves_loopback and is_loopback(name))
+
     def _refused_origin(self, origin: bytes, hosts: list[bytes]) -> Refusal | None:
         """Check an origin that is not an allowed one."""
         name = name_of_origin(origin)
         if not name and origin != OPAQUE:
             rule = "the Origin must be http:// or https:// and a host, or an --allowed-origin"
             return Refusal(400, "bad_request", rule)
-        if self._loopback_only and not is_loopback(name):
+        is_same = origin.partition(b"://")[2] in hosts
+        if self._loopback_only and not (is_loopback(name) or is_same):
             rule = "the Origin must be localhost or an --allowed-origin on a server without a key"
             return Refusal(403, "forbidden", rule)
-        if self._has_keys and origin.partition(b"://")[2] not in hosts:
+        if self._has_keys and not is_same:
             return Refusal(403, "forbidden", "the Origin must be this server's or an --allowed-origin")
         return None
 
@@ -270,10 +277,10 @@ class Origins:
 
 
 def _refused_host(hosts: list[bytes]) -> Refusal:
-    """Log the refusal of a server without a key; log and response name the flags that would allow the Host."""
+    """Log the refusal; log and response name the flag that would allow the Host."""
     host = (hosts[0] if hosts else b"")[:_SHOWN].decode("ascii", "backslashreplace")
-    logger.warning("a request was refused for its Host %r; --api-key KEY (or --insecure) would allow any Host", host)
-    rule = "is not a loopback name such as localhost; a server with --api-key (or --insecure) serves any Host"
+    logger.warning("a request was refused for its Host %r; --allowed-host NAME would allow it", host)
+    rule = "is neither an --allowed-host nor, on a server of this machine, a loopback name such as localhost"
     return Refusal(403, "forbidden", f"the Host {host!r} {rule}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,8 @@ _INTEGERS = {
     "max_buffered_bytes": (1, MAX_BYTES),
     "max_buffered_bytes_per_key": (1, MAX_BYTES),
 }
+_HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
 _OPTIONAL = ("max_body_size", "max_message_size")
 _SECONDS = ("handshake_timeout", "body_timeout", "idle_timeout", "client_ping_interval", "send_timeout")
 
@@ -76,6 +79,10 @@ class ServeConfig(ConnectionLimits):
     api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # any of them will do
     admin_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # for operators; valid on all routes
     allowed_origin: tuple[str, ...] = ()  # web pages of other sites that may ask, as https://example.com
+    allowed_host: tuple[str, ...] = ()  # names that a Host header may have, without a port; empty: see `Origins`
+    root_path: str = ""  # a prefix under which a proxy serves the routes, as /llm
+    ssl_certfile: str | None = None  # a certificate chain in PEM: the port speaks TLS
+    ssl_keyfile: str | None = None  # its key; None: in the same file
     weights_dir: str | None = None  # where the checkpoints lie that /update_weights may name
     unknown_fields: str = "warn"  # or "refuse": fields of a request that this server does not know
     tool_call_parser: str = "auto"  # the form of tool calls: hermes, llama3, json; auto: as the template shows it
@@ -89,10 +96,14 @@ class ServeConfig(ConnectionLimits):
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host:
             raise InvalidConfig.of("host", f"must be a name or an address, got {brief(self.host)}")
-        for field, kind in (("served_model_name", "a name"), ("weights_dir", "a directory")):
+        kinds = {"served_model_name": "a name", "weights_dir": "a directory", "ssl_certfile": "a file"}
+        for field, kind in (kinds | {"ssl_keyfile": "a file"}).items():
             name = getattr(self, field)
             if name is not None and not (isinstance(name, str) and name):
                 raise InvalidConfig.of(field, f"must be {kind}, got {brief(name)}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            message = "ssl_keyfile is the key of an ssl_certfile: give both"
+            raise InvalidConfig(message, fields=("ssl_keyfile", "ssl_certfile"))
         if self.unknown_fields not in UNKNOWN_FIELDS:
             names = " or ".join(UNKNOWN_FIELDS)
             raise InvalidConfig.of("unknown_fields", f"must be {names}, got {brief(self.unknown_fields)}")
@@ -104,6 +115,10 @@ class ServeConfig(ConnectionLimits):
         for field in ("api_key", "admin_key"):
             self._validate_strings(field, is_key, "must be keys of visible ASCII characters; they are not shown here")
         self._validate_strings("allowed_origin", _is_origin, "must be origins such as https://example.com", shown=True)
+        self._validate_strings("allowed_host", _is_host, "must be names or addresses without a port", shown=True)
+        if not isinstance(self.root_path, str) or not _ROOT_PATH.fullmatch(self.root_path):
+            rule = "must be a path such as /llm, without a slash at its end"
+            raise InvalidConfig.of("root_path", f"{rule}, got {brief(self.root_path)}")
         for field, bounds in _INTEGERS.items():
             if not (field in _OPTIONAL and getattr(self, field) is None):
                 self._validate(field, integer, *bounds)
@@ -140,6 +155,11 @@ class ServeConfig(ConnectionLimits):
         if bad:
             raise InvalidConfig.of(name, f"{rule}, got {brief(bad[0])}" if shown else rule)
         object.__setattr__(self, name, tuple(values))
+
+
+def _is_host(value: object) -> bool:
+    """A name or an address, as it stands in a Host header without port and brackets."""
+    return isinstance(value, str) and _HOST.fullmatch(value) is not None
 
 
 def _is_origin(value: object) -> bool:

@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import logging
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from trioengine.serve.http_connection import HttpConnection
 from trioengine.serve.ids import http_date
 from trioengine.serve.limits import ByteBudget, ConnectionSlot, ConnectionSlots, Displaced, Held, network_of
 from trioengine.serve.routes import REALTIME, Routes, find_handler, find_route, upgrade_required
+from trioengine.serve.tls import TlsStream
 from trioengine.serve.websocket import AcceptedWebSocket
 
 logger = logging.getLogger("trioengine")
@@ -89,8 +91,12 @@ class ConnectionHandler:
         disconnects: DisconnectCounter,
         budget: ByteBudget,
         max_connections: int,
+        tls: ssl.SSLContext | None = None,
+        root_path: str = "",
     ) -> None:
+        self._root_path = root_path
         self._routes = routes
+        self._tls = tls
         self._access = access
         self._check_upgrade = check_upgrade
         self._realtime = realtime
@@ -122,7 +128,7 @@ class ConnectionHandler:
     async def _handle(self, stream: trio.abc.Stream, serve: Callable[[trio.abc.Stream], Awaitable[None]]) -> None:
         enable_keepalive(stream)
         with set_field(CLIENT, peer_address(stream)), set_field(REQUEST_ID, None), set_field(SESSION, None):
-            async with stream:
+            async with stream if self._tls is None else TlsStream(stream, self._tls) as stream:
                 try:
                     await serve(stream)
                 except* Displaced:
@@ -135,6 +141,8 @@ class ConnectionHandler:
     async def _serve(
         self, slot: ConnectionSlot, serve: Callable[[_Connection], Awaitable[None]], stream: trio.abc.Stream
     ) -> None:
+        if isinstance(stream, TlsStream) and not await self._shake_hands(stream, slot):
+            return
         connection = _Connection(stream, HttpConnection(stream, self._limits), slot)
         try:
             await serve(connection)
@@ -142,6 +150,18 @@ class ConnectionHandler:
             await connection.http.refuse(_first(group).response)
             with slot.lingering():
                 await linger(stream)
+
+    async def _shake_hands(self, stream: TlsStream, slot: ConnectionSlot) -> bool:
+        """Shake hands for TLS, and return whether the client has; a new connection may displace this one."""
+        with slot.waiting(), trio.move_on_after(self._limits.handshake_timeout) as scope:
+            self._idle.add(scope)
+            try:
+                if not self._closing:
+                    await stream.do_handshake()
+                    return True
+            finally:
+                self._idle.discard(scope)
+        return False
 
     async def _serve_requests(self, connection: _Connection) -> None:
         while (request := await self._next_request(connection)) is not None:
@@ -192,7 +212,13 @@ class ConnectionHandler:
             if idle.cancelled_caught:
                 return None
             with trio.fail_after(self._limits.handshake_timeout), log_unreadable(http):
-                return await http.next_head()
+                return self._without_root(await http.next_head())
+
+    def _without_root(self, request: HttpRequest | None) -> HttpRequest | None:
+        """Return the request with the path of its route: a proxy may have left the prefix in it."""
+        if request is None or not self._root_path or not f"{request.path}/".startswith(f"{self._root_path}/"):
+            return request
+        return dataclasses.replace(request, path=request.path.removeprefix(self._root_path) or "/")
 
     async def _serve_request(self, connection: _Connection, request: HttpRequest) -> bool:
         """Serve a request, or the WebSocket that it asks for; True if another may follow. Raises BadRequest."""

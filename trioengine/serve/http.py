@@ -143,7 +143,7 @@ class BadHead(Exception):
 def describe_fault(error: Exception, data: bytes) -> str:
     """Describe for client and log why h11 refused a request that begins with `data`."""
     if data.startswith(_TLS):
-        return "the bytes are TLS, and this server speaks plain HTTP; TLS is for a proxy in front of it"
+        return "the bytes are TLS, and this server speaks plain HTTP; with an --ssl-certfile it speaks TLS"
     return _FAULTS.get(str(error), "the bytes are not an HTTP/1.1 request")
 
 

@@ -82,6 +82,7 @@ class Models:
             "created": self._created,
             "owned_by": "trioengine",
             "max_model_len": max_model_len,
+            "default_sampling_params": dict(self._engine.runtime.sampling_defaults),
         }
 
 

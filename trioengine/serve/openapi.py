@@ -53,7 +53,7 @@ _RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "i
 _STREAM = "An event. The data of the last one is `[DONE]`, not JSON. An error after the first one is an event as well."
 
 
-def describe(routes: Routes, *, has_keys: bool) -> Json:
+def describe(routes: Routes, *, has_keys: bool, root: str = "") -> Json:
     """Return the document that describes these routes."""
     paths = {_path(key): _path_item(key, route, has_keys) for key, route in routes.items()}
     components: Json = {"schemas": _schemas(routes.values()), "responses": dict(_error_responses())}
@@ -67,7 +67,7 @@ def describe(routes: Routes, *, has_keys: bool) -> Json:
             "summary": "A language model engine with OpenAI's API",
             "description": "HEAD is answered wherever GET is. Each response has an X-Request-Id.",
         },
-        "servers": [{"url": "/"}],
+        "servers": [{"url": root or "/"}],
         "tags": [{"name": role.value, "description": text} for role, text in _CLIENTS.items()],
         "paths": paths,
         "components": components,

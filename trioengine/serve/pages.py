@@ -32,14 +32,14 @@ _DOCS = Operation("Describe the routes, as a page", texts=("text/html",))
 _OPENAPI = Operation("Describe the routes, in OpenAPI 3.1", responses={200: OpenApi})
 
 
-def pages(routes: Routes, engine: Engine, model: str, *, has_keys: bool) -> Routes:
+def pages(routes: Routes, engine: Engine, model: str, *, has_keys: bool, scheme: str, root: str) -> Routes:
     """Return the routes of the pages about these routes; the description is made here, and once."""
 
     async def home(request: HttpRequest) -> HttpResponse:
         if not wants_html(request):
             return HttpResponse(200, HOME.encode(), _TEXT, ((b"vary", b"accept"),))
         shown = "" if has_keys else model  # a name may disclose something: with keys it is for users
-        page = _home_page(request, shown, state_of(engine), has_keys=has_keys)
+        page = _home_page(request, shown, state_of(engine), has_keys=has_keys, scheme=scheme, root=root)
         return html_response(page, more=((b"vary", b"accept"),))
 
     async def docs(request: HttpRequest) -> HttpResponse:
@@ -53,7 +53,7 @@ def pages(routes: Routes, engine: Engine, model: str, *, has_keys: bool) -> Rout
         "/docs": get(docs, _DOCS, Role.ANYONE),
         "/openapi.json": get(openapi, _OPENAPI, Role.ANYONE),
     }
-    described = describe({**own, **routes}, has_keys=has_keys)
+    described = describe({**own, **routes}, has_keys=has_keys, root=root)
     document = json.dumps(described).encode()
     docs_response = html_response(render_docs(described), script=(_HERE / "docs_page.js").read_text())
     return own
@@ -91,23 +91,25 @@ def _source(text: str) -> str:
 
 # ---- the first page ------------------------------------------------------------------------------------------------
 
-_CURL = """curl http://{host}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{{
+_CURL = """curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{{
   "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32
 }}'"""
 _OPENAI = """from openai import OpenAI
 
-client = OpenAI(base_url="http://{host}/v1", api_key="{key}")
+client = OpenAI(base_url="{url}/v1", api_key="{key}")
 completion = client.chat.completions.create(
     model={model}, messages=[{{"role": "user", "content": "Hello"}}], max_tokens=32
 )
 print(completion.choices[0].message.content)"""
 
 
-def _home_page(request: HttpRequest, model: str, state: str, *, has_keys: bool) -> str:
+def _home_page(request: HttpRequest, model: str, state: str, *, has_keys: bool, scheme: str, root: str) -> str:
     host = (request.header(b"host") or b"localhost:8000").decode("ascii")
-    curl = _CURL.format(host=host, key=" -H 'Authorization: Bearer KEY'" if has_keys else "")
+    base = f"{root}/" if root else ""  # relative: right also behind a proxy whose prefix is not configured
+    url = f"{scheme}://{host}{root}"
+    curl = _CURL.format(url=url, key=" -H 'Authorization: Bearer KEY'" if has_keys else "")
     name = json.dumps(model) if model else "client.models.list().data[0].id"
-    openai = _OPENAI.format(host=host, key="KEY" if has_keys else "none", model=name)
+    openai = _OPENAI.format(url=url, key="KEY" if has_keys else "none", model=name)
     shown = escape(model) if model else "<code>/v1/models</code> names it to clients with a key"
     return f"""<h1>trioengine {__version__}</h1>
 <table>
@@ -115,8 +117,8 @@ def _home_page(request: HttpRequest, model: str, state: str, *, has_keys: bool) 
 <tr><th>State</th><td>{state}</td></tr>
 <tr><th>Version</th><td>{__version__}</td></tr>
 </table>
-<p><a href="docs">The routes</a> (<a href="openapi.json">OpenAPI</a>) · <a href="metrics">metrics</a>
- · <a href="health">health</a> · <a href="ready">readiness</a></p>
+<p><a href="{base}docs">The routes</a> (<a href="{base}openapi.json">OpenAPI</a>) · <a href="{base}metrics">metrics</a>
+ · <a href="{base}health">health</a> · <a href="{base}ready">readiness</a></p>
 <p>The documentation lies beside the package, in <code>share/doc/trioengine</code>.</p>
 <h2>curl</h2>
 <pre>{escape(curl)}</pre>

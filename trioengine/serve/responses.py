@@ -178,6 +178,9 @@ class Model(Struct):
     created: Annotated[int, Meta(description="The start of the server, in seconds since 1970.")]
     owned_by: Literal["trioengine"]
     max_model_len: Annotated[int | None, Meta(description="Tokens of the context; null until the engine is ready.")]
+    default_sampling_params: Annotated[
+        dict[str, float], Meta(description="The model's defaults of parameters that a request does not give.")
+    ]
 
 
 class ModelList(Struct):

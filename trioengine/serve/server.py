@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import ssl
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -38,6 +39,7 @@ from trioengine.serve.parsing import read_query
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, RealtimeConnection
 from trioengine.serve.realtime.response import ResponseRunner
 from trioengine.serve.routes import Routes, plain_routes, post
+from trioengine.serve.tls import tls_context
 from trioengine.serve.unknown_fields import UnknownFields
 from trioengine.serve.websocket import AcceptedWebSocket
 from trioengine.text.tool_calls import FORMS
@@ -48,10 +50,11 @@ ABORT_TIMEOUT = 1.0  # seconds for connections to report an abort to their clien
 class Server:
     """An engine that is served. `connections.handle(stream)` serves one accepted stream of any kind."""
 
-    def __init__(self, engine: Engine, config: ServeConfig | None = None) -> None:
+    def __init__(self, engine: Engine, config: ServeConfig | None = None, tls: ssl.SSLContext | None = None) -> None:
         self.engine = engine
         self.config = config = ServeConfig() if config is None else config
         self.model_name = config.served_model_name or engine.config.model
+        self.scheme = "http" if config.ssl_certfile is None else "https"
         self.port = 0  # of its first socket, once it listens
         self.addresses: tuple[str, ...] = ()  # host:port of each
         self.in_flight = InFlight()
@@ -69,6 +72,8 @@ class Server:
             limits=config,
             takes_images=lambda: engine.runtime.takes_images,
             max_connections=clamp_to_fd_limit(config.max_connections),
+            tls=tls,
+            root_path=config.root_path,
         )
         self._closing = trio.Event()
         self._accepting = trio.CancelScope()
@@ -128,7 +133,12 @@ class Server:
             **model_routes(engine, model, unknown_fields),
             **admin_routes(engine, self.in_flight, self.config.weights_dir),
         }
-        return {**pages(routes, engine, model, has_keys=self.config.has_keys), **routes}
+        return {
+            **pages(
+                routes, engine, model, has_keys=self.config.has_keys, scheme=self.scheme, root=self.config.root_path
+            ),
+            **routes,
+        }
 
     async def _realtime(self, websocket: AcceptedWebSocket, held: Held, cache_salt: bytes) -> None:
         connection = RealtimeConnection(
@@ -160,8 +170,9 @@ async def serve(
     """Serve an engine until the server is drained or aborted, or this is cancelled. It listens before the model loads.
 
     Connections beyond `max_connections`, or beyond the limit of file descriptors, are answered with 503. Raises
-    InvalidConfig for an address that other machines reach without a key, unless `insecure`, and for a `weights_dir`
-    other than a directory; EngineError when it cannot listen, or the engine cannot run.
+    InvalidConfig for an address that other machines reach without a key, unless `insecure`, for a `weights_dir`
+    other than a directory, and for an unusable certificate; EngineError when it cannot listen, or the engine cannot
+    run.
     """
     serve_config = ServeConfig() if serve_config is None else serve_config
     if serve_config.weights_dir is not None and not await trio.Path(serve_config.weights_dir).is_dir():
@@ -172,9 +183,10 @@ async def serve(
             await trio.socket.getaddrinfo(host, port)  # an unknown name raises another error
         problem = f"{host} is reachable from other machines, and no key is set"
         raise InvalidConfig.of("host", f"{problem}: give an --api-key, or --insecure to serve all of them")
+    tls = await trio.to_thread.run_sync(tls_context, serve_config)
     warn_of_short_keys(serve_config)
     engine = Engine(config, ports=ports, on_progress=on_progress, on_load=on_load)
-    server = Server(engine, serve_config)
+    server = Server(engine, serve_config, tls)
     listeners = await _listen(host, port)
     async with open_unwrapped_nursery() as nursery:
         nursery.start_soon(partial(_run_engine, engine, nursery.cancel_scope))

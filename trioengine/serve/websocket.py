@@ -34,7 +34,7 @@ class AcceptedWebSocket(WebSocketConnection):
         self.max_message_size = max_message_size  # bytes; called for each message, as it grows once the model is known
         self._protocol = WebSocketProtocol(max_message_size, held)
         super().__init__(
-            _KeptOpen(stream),
+            KeptOpen(stream),
             self._protocol,
             message_queue_size=1,
             max_message_size=max_message_size(),
@@ -76,7 +76,7 @@ class AcceptedWebSocket(WebSocketConnection):
             object.__setattr__(event, "data", type(event.data)())  # trio-websocket keeps the event until the next one
 
 
-class _KeptOpen(trio.abc.Stream):
+class KeptOpen(trio.abc.Stream):
     """A stream that `aclose` leaves open."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:

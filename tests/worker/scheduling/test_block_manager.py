@@ -6,7 +6,7 @@ import pytest
 from helpers.toy_driver import sequence_of
 
 from trioengine.core.errors import InvariantError
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.scheduling.block_manager import (
     ROOT_DIGEST,
     BlockManager,
@@ -239,7 +239,7 @@ def test_integrity_notices(harm) -> None:  # type: ignore[no-untyped-def]
 
 
 def salted(request: int, prompt: list[int], cache_salt: str) -> Sequence:
-    return sequence_of(request, prompt, SamplingParams(max_tokens=4, seed=1, cache_salt=cache_salt))
+    return sequence_of(request, prompt, ResolvedParams(max_tokens=4, seed=1, cache_salt=cache_salt))
 
 
 def test_a_salt_finds_only_its_own_blocks() -> None:

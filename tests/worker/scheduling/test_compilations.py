@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trioengine import Grammar
 from trioengine.core.messages import AddMessage, AddSession, FromWorker, RequestFailed, Tokens
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import token_ids
 from trioengine.testing.toy_grammar import toy_compile
 from trioengine.testing.toy_model import IM_END, VOCAB_SIZE, ToyRunner
@@ -30,7 +30,7 @@ class LaterCompiler:
 
 
 def begin(core: EngineCore, number: int, grammar: Grammar | None) -> None:
-    params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True, grammar=grammar)
+    params = ResolvedParams(max_tokens=20, seed=1, ignore_eos=True, grammar=grammar)
     core.handle(AddSession(number))
     core.handle(AddMessage(number, number, 0, token_ids([1, 2, number]), params, (IM_END,)))
 

@@ -22,7 +22,7 @@ from trioengine.core.messages import (
     TokensRow,
     ToWorker,
 )
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
@@ -32,7 +32,7 @@ from trioengine.worker.scheduling.sequence import Limits, Sampled, SchedulerOutp
 LIMITS = Limits(
     vocab_size=VOCAB_SIZE, max_model_len=64, kv_blocks_total=32, block_size=4, max_num_seqs=4, max_num_batched_tokens=16
 )
-PARAMS = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
+PARAMS = ResolvedParams(max_tokens=3, seed=1, ignore_eos=True)
 
 
 class Clock:
@@ -67,7 +67,7 @@ class Bench:
         return [row for reply in self.run() if isinstance(reply, Tokens) for row in reply.rows]
 
 
-def message(session: int, request: int, base: int, ids: list[int], params: SamplingParams = PARAMS) -> AddMessage:
+def message(session: int, request: int, base: int, ids: list[int], params: ResolvedParams = PARAMS) -> AddMessage:
     return AddMessage(session, request, base, token_ids(ids), params, (EOS,))
 
 

@@ -27,7 +27,7 @@ from trioengine.core.messages import (
     Tokens,
     TokensRow,
 )
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
@@ -38,7 +38,7 @@ from trioengine.worker.scheduling.sequence import Limits, Sampled, SchedulerOutp
 @dataclass
 class Request:
     number: int
-    params: SamplingParams
+    params: ResolvedParams
     num_output: int = 0
 
 
@@ -119,7 +119,7 @@ class EngineCoreMachine(SessionMachine):
         session = self.draw_session(data, Mirror(), fresh=fresh)
         mirror = self.mirrors[session]
         base = data.draw(st.sampled_from([0, len(mirror.tokens)]) | st.integers(0, len(mirror.tokens)))
-        params = SamplingParams(
+        params = ResolvedParams(
             max_tokens=max_tokens,
             min_tokens=min(min_tokens, max_tokens),
             ignore_eos=ignore_eos,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helpers.toy_driver import answer, finish, next_token, params
 
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import FinishReason
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE
@@ -14,7 +14,7 @@ def prompt_before_eos(num_tokens: int) -> list[int]:
     """A prompt whose answer has its first end token as token number `num_tokens`."""
     for first in range(VOCAB_SIZE):
         for second in range(VOCAB_SIZE):
-            tokens = answer([first, second], SamplingParams(max_tokens=num_tokens + 1, seed=1), 64)
+            tokens = answer([first, second], ResolvedParams(max_tokens=num_tokens + 1, seed=1), 64)
             if len(tokens) == num_tokens and tokens[-1] == EOS:
                 return [first, second]
     raise AssertionError("no such prompt")

@@ -29,7 +29,7 @@ from trioengine.core.messages import (
     StopSession,
     Tokens,
 )
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.simulated_process import SimulatedDecoder, SimulatedPayload
 from trioengine.testing.toy_model import TOY_TILE_EDGE, UNREADABLE, VOCAB_SIZE, ToyRunner, toy_answer, toy_decode
@@ -146,7 +146,7 @@ class ImageMachine(SessionMachine):
             self.take(self.arrive(image.payload))
         self.last_request += 1
         mirror.request = self.last_request
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1, cache_salt=cache_salt)
+        params = ResolvedParams(max_tokens=max_tokens, ignore_eos=True, seed=1, cache_salt=cache_salt)
         ids = token_ids(mirror.tokens[base:])
         self.announced.update(image.payload for image in inputs)
         self.take(self.core.handle(AddMessage(session, self.last_request, base, ids, params, (), 0, inputs)))

@@ -16,7 +16,7 @@ from trioengine.core.connection import Connection, Role
 from trioengine.core.ledger import Ledger, RequestState
 from trioengine.core.lifecycle import Action, Attachment, Event, SessionLifecycle
 from trioengine.core.messages import Message, TokensRow
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import FinishReason, Usage, token_ids
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.program import pick, recorded
@@ -120,7 +120,7 @@ def row_of(session: int, request: int, finish_reason: FinishReason | None) -> Me
 SESSION_SLOTS = 3
 WHICH = st.integers(0, 3)
 CONFIGURE = messages.Configure(WorkerConfig("model"))
-PARAMS = SamplingParams(max_tokens=8, seed=0)
+PARAMS = ResolvedParams(max_tokens=8, seed=0)
 
 
 class CoreMachine(Machine):

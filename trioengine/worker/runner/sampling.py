@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trioengine.core.grammar import GrammarFailed
 from trioengine.core.messages import INVALID_GRAMMAR, NO_TOKEN_LEFT, SAMPLING_FAILED, RequestFailed
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import Logprobs
 from trioengine.worker.scheduling.sequence import Sampled, Sequence
 
@@ -209,7 +209,7 @@ def _bans_stops(sequence: Sequence) -> bool:
     return sequence.num_output_tokens < sequence.params.min_tokens
 
 
-def _has_penalties(params: SamplingParams) -> bool:
+def _has_penalties(params: ResolvedParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
@@ -226,12 +226,12 @@ def _penalize(logits: Tensor, sequence: Sequence) -> None:
         logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
 
 
-def has_filter(params: SamplingParams, vocab_size: int) -> bool:
+def has_filter(params: ResolvedParams, vocab_size: int) -> bool:
     """Whether the parameters leave tokens out at all."""
     return _limits_count(params, vocab_size) or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def filter_rows(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
+def filter_rows(scaled: Tensor, params: list[ResolvedParams]) -> Tensor:
     """Weights of the tokens that stay, 0 for the others: [num_rows, vocab_size].
 
     `scaled` is [num_rows, vocab_size] in float32: logits over temperature, less their maximum (so the best is 0).
@@ -257,7 +257,7 @@ def filter_rows(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
     return weights
 
 
-def _limits_count(params: SamplingParams, vocab_size: int) -> bool:
+def _limits_count(params: ResolvedParams, vocab_size: int) -> bool:
     return 0 < params.top_k < vocab_size
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from trioengine.core.errors import RequestRejected
 from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.power import Tag
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import FinishReason, Logprobs, Usage, token_ids
 from trioengine.worker.scheduling.images import Picture, PromptImages, Tile, TilePiece, TileShape, Vision
 
@@ -59,7 +59,7 @@ class Sequence:
     request: int
     token_ids: list[int]  # prompt, then output
     num_prompt_tokens: int
-    params: SamplingParams  # max_tokens and seed are set
+    params: ResolvedParams
     eos_token_ids: frozenset[int]
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0  # tokens whose keys and values lie in the KV cache
