@@ -275,7 +275,7 @@ async def test_the_request_is_let_go_of_before_the_first_token(autojump_clock, c
         assert not [entry for entry in objects if type(entry) is ChatRequest]
         assert not [entry for entry in objects if type(entry) is HttpRequest and entry.body]
         (answer,) = (entry for entry in objects if type(entry) is _ChatCompletion)
-        assert not answer._messages
+        assert not answer._prompts
         assert not [entry for entry in objects if type(entry) is _Entry]
         (generation,) = (entry for entry in objects if type(entry) is Generation)
         assert generation._enter is None

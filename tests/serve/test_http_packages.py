@@ -193,7 +193,7 @@ async def test_openai_is_cancelled_while_it_waits():
 
 ERRORS = [
     ({"model": "other"}, openai.NotFoundError, "model_not_found", "model"),
-    ({"n": 2}, openai.BadRequestError, "unsupported_parameter", "n"),
+    ({"n": 17}, openai.BadRequestError, "invalid_value", "n"),
     ({"messages": []}, openai.BadRequestError, "invalid_value", "messages"),
     ({"temperature": -1}, openai.BadRequestError, "invalid_value", "temperature"),
     ({"extra_body": {"best_of": 2}}, openai.BadRequestError, "unsupported_parameter", "best_of"),

@@ -158,6 +158,18 @@ class Gate:
         """Take a request slot and return the request's id. Raises EngineClosed, EngineAsleep or EngineOverloaded."""
         return self._take(Slot.REQUEST, self._check_request_slot, self.ledger.receive)
 
+    def check_room(self, count: int) -> None:
+        """Raise the reason why so many sessions with a request each would not all be admitted in this step, if any.
+
+        The refusal is counted.
+        """
+        try:
+            self._check_session_slot(count)
+            self._check_request_slot(count)
+        except EngineError:
+            self.ledger.reject()
+            raise
+
     def _take(self, slot: Slot, check: Callable[[], None], book: Callable[[], None]) -> int:
         try:
             check()
@@ -197,22 +209,23 @@ class Gate:
             if len(line):
                 raise InvariantError(f"{len(line)} callers wait, though the first of them need not")
 
-    def _check_session_slot(self) -> None:
+    def _check_session_slot(self, count: int = 1) -> None:
         self._check_open()
         if self.power not in (Power.AWAKE, Power.RESTARTING) or self.is_change_pending:
             raise self._not_awake()
-        if self.ledger.sessions >= self._config.max_sessions:
-            message = f"all {self._config.max_sessions} sessions are taken (max_sessions)"
+        most = self._config.max_sessions
+        if self.ledger.sessions + count > most:
+            message = f"{_shortage(count, most, self.ledger.sessions, 'sessions')} (max_sessions)"
             raise EngineOverloaded(message, code="sessions", is_full=True)
 
-    def _check_request_slot(self) -> None:
+    def _check_request_slot(self, count: int = 1) -> None:
         self._check_open()
         if not self.is_awake:
             raise self._not_awake()
         running, queued = self._config.max_num_seqs, self._config.max_num_queued_reqs
-        if self.ledger.in_flight >= running + queued:
+        if self.ledger.in_flight + count > running + queued:
             settings = f"max_num_seqs {running} + max_num_queued_reqs {queued}"
-            message = f"all {running + queued} request slots are taken ({settings})"
+            message = f"{_shortage(count, running + queued, self.ledger.in_flight, 'request slots')} ({settings})"
             raise EngineOverloaded(message, code="queue", is_full=True)
 
     def _not_awake(self) -> EngineError:
@@ -227,3 +240,9 @@ class Gate:
     def _check_open(self) -> None:
         if self.is_ending:
             raise EngineClosed(f"the engine is {self.power.value}") from self.failure
+
+
+def _shortage(count: int, most: int, num_taken: int, noun: str) -> str:
+    if count == 1:
+        return f"all {most} {noun} are taken"
+    return f"n: {count} choices need {count} {noun}; of {most}, {most - num_taken} are free"

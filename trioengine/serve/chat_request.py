@@ -65,7 +65,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
-    "n": (1,),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
@@ -87,6 +86,7 @@ class ChatRequest:
 
     messages: Sequence[Mapping[str, Any]]
     params: SamplingParams
+    n: int  # choices
     stream: bool
     include_usage: bool  # in a stream
     request_id: str | None  # the client's own, for /abort_request
@@ -131,6 +131,7 @@ def parse_chat_request(body: bytes, model: ServedModel) -> ChatRequest:
     return ChatRequest(
         messages=messages,
         params=_params(given, tools),
+        n=given.n or 1,
         stream=bool(given.stream),
         include_usage=_include_usage(given, fields),
         request_id=given.request_id,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii  # json.dumps of a string, without its set-up
 from typing import Any
@@ -29,22 +29,29 @@ class ChatShape:
     id: str = field(default_factory=lambda: new_id("chatcmpl-"))
     created: int = field(default_factory=unix_time)
 
-    def whole(self, completion: Completion, tool_form: ToolForm | None) -> bytes:
+    def whole(self, completions: Sequence[Completion], usage: Usage, tool_form: ToolForm | None) -> bytes:
         """Render a chat.completion; with a `tool_form` the tool calls in it."""
+        choices = [self._choice(index, each, tool_form) for index, each in enumerate(completions)]
+        return json.dumps({**self.head("chat.completion"), "choices": choices, "usage": usage_json(usage)}).encode()
+
+    def _choice(self, index: int, completion: Completion, tool_form: ToolForm | None) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
         calls: list[dict[str, Any]] = []
         is_cut = False
         if tool_form is not None:
             text, calls, is_cut = _calls_in(completion.text, tool_form)
             message |= {"content": text or None, "tool_calls": calls} if calls else {"content": text}
-        choice = {
-            "index": 0,
+        return {
+            "index": index,
             "message": message,
             "logprobs": self.logprobs(completion.logprobs),
             "finish_reason": finish_reason(completion, has_calls=bool(calls) and not is_cut),
         }
-        shown = {**self.head("chat.completion"), "choices": [choice], "usage": usage_json(completion.usage)}
-        return json.dumps(shown).encode()
+
+    def usage_frame(self, usage: Usage) -> bytes:
+        """Render the event that has the usage of a stream."""
+        shown = {**self.head("chat.completion.chunk"), "choices": [], "usage": usage_json(usage)}
+        return f"data: {json.dumps(shown)}\n\n".encode()
 
     def head(self, name: str) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}
@@ -56,36 +63,39 @@ class ChatShape:
 
 
 class ChatFrames:
-    """Renders the frames of one stream; the parts that they have in common are rendered once."""
+    """Renders the events of one choice of a stream; the parts that they have in common are rendered once."""
 
     __slots__ = (
         "_after",
         "_before",
-        "_include_usage",
         "_logprobs",
         "_num_calls",
+        "_parser",
         "_shape",
         "_text_after",
         "_text_before",
-        "_usage_before",
         "opening",
+        "reads_text_only",
     )
 
-    def __init__(self, shape: ChatShape, *, include_usage: bool) -> None:
+    def __init__(self, shape: ChatShape, index: int, *, include_usage: bool, tool_form: ToolForm | None = None) -> None:
+        """With a `tool_form` the tool calls in the answer are rendered as such."""
         self._shape = shape
-        self._include_usage = include_usage
+        self._parser = None if tool_form is None else ToolCallParser(tool_form)
+        self.reads_text_only = self._parser is None and shape.top_logprobs is None
         self._num_calls = 0
         self._logprobs: list[Logprobs] = []  # of tokens that no frame has shown yet
         head = json.dumps(shape.head("chat.completion.chunk"))[:-1]
-        self._before = f'data: {head}, "choices": [{{"index": 0, "delta": '.encode()
-        self._usage_before = f'data: {head}, "choices": [], "usage": '.encode()
+        self._before = f'data: {head}, "choices": [{{"index": {index}, "delta": '.encode()
         self._after = b'], "usage": null}\n\n' if include_usage else b"]}\n\n"
         self._text_before = self._before + b'{"content": '
         self._text_after = b'}, "logprobs": null, "finish_reason": null}' + self._after
         self.opening = self._frame('{"role": "assistant", "content": ""}')
 
     def delta(self, chunk: Chunk) -> bytes:
-        """Render a chunk; b"" for one without text and log-probabilities."""
+        """Render a chunk; b"" for one that shows nothing."""
+        if self._parser is not None:
+            return self._parts(self._parser.feed(chunk.text), chunk.logprobs)
         if not chunk.logprobs:
             return self.text(chunk.text)
         delta = json.dumps({"content": chunk.text})
@@ -95,7 +105,7 @@ class ChatFrames:
         """Render a text without log-probabilities; b"" for an empty one."""
         return self._text_before + encode_basestring_ascii(text).encode() + self._text_after if text else b""
 
-    def parts(self, parts: Iterable[Part], logprobs: Iterable[Logprobs] | None) -> bytes:
+    def _parts(self, parts: Iterable[Part], logprobs: Iterable[Logprobs] | None) -> bytes:
         """Render text and tool calls; log-probabilities come with the next frame that there is."""
         self._logprobs.extend(logprobs or ())
         return b"".join([self._with_logprobs(json.dumps(self._delta_of(part))) for part in parts])
@@ -115,14 +125,15 @@ class ChatFrames:
                 return {"content": part}
         return {"tool_calls": [call]}
 
-    def end(self, completion: Completion, *, has_calls: bool = False) -> bytes:
-        """Render the finish reason, the usage if requested, and the end of the stream."""
-        usage = b""
-        if self._include_usage:
-            usage = self._usage_before + json.dumps(usage_json(completion.usage)).encode() + b"}\n\n"
-        reason = finish_reason(completion, has_calls=has_calls)
+    def end(self, completion: Completion) -> bytes:
+        """Render the rest of the answer, and the finish reason."""
+        parser, rest, has_calls = self._parser, b"", False
+        if parser is not None:
+            rest = self._parts(parser.finish(), None)
+            has_calls = parser.num_calls > 0 and not parser.is_cut
         unshown = self._with_logprobs('{"content": ""}') if self._logprobs else b""
-        return unshown + self._frame("{}", finish_reason=f'"{reason}"') + usage + DONE
+        reason = finish_reason(completion, has_calls=has_calls)
+        return rest + unshown + self._frame("{}", finish_reason=f'"{reason}"')
 
     def _frame(self, delta: str, *, logprobs: str = "null", finish_reason: str = "null") -> bytes:
         """Render an event of fields in JSON."""

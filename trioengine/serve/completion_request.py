@@ -18,7 +18,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {  # with the values that change n
     "best_of": (1,),
     "echo": (False,),
     "logprobs": (),
-    "n": (1,),
     "prompt_logprobs": (),
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -32,6 +31,7 @@ class CompletionRequest:
 
     prompts: Sequence[str | list[int]]
     params: SamplingParams
+    n: int  # choices for each prompt
     stream: bool
     include_usage: bool  # in a stream
     request_id: str | None  # the client's own, for /abort_request
@@ -52,6 +52,7 @@ def parse_completion_request(body: bytes, model: str) -> CompletionRequest:
     return CompletionRequest(
         prompts=_prompts(given.prompt),
         params=sampling_params(given, max_tokens=max_tokens, grammar=grammar),
+        n=given.n or 1,
         stream=bool(given.stream),
         include_usage=options is not None and bool(options.include_usage),
         request_id=given.request_id,

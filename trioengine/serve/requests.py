@@ -24,6 +24,7 @@ from trioengine.core.sampling_params import (
 MAX_ID = 128  # characters
 MAX_METADATA = 16  # members
 MAX_TOOLS = 128
+MAX_N = 16
 
 
 def _bounds(name: str, description: str = "") -> Meta:
@@ -33,6 +34,7 @@ def _bounds(name: str, description: str = "") -> Meta:
 
 
 _TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+_N: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_N, description="Choices for each prompt; 1 by default.")]
 
 
 # ---- messages ------------------------------------------------------------------------------------------------------
@@ -208,6 +210,7 @@ class ChatCompletionRequest(Sampling, kw_only=True):
     max_tokens: Annotated[int, _bounds("max_tokens")] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, _bounds("logprobs")] | None = None
+    n: _N | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
@@ -229,6 +232,7 @@ class CompletionBody(Sampling, kw_only=True):
     prompt: str | Annotated[list[str | _TokenId | Annotated[list[_TokenId], Meta(min_length=1)]], _PROMPTS]
     model: str | None = None
     max_tokens: Annotated[int, _bounds("max_tokens", "16 by default")] | None = None
+    n: _N | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -11,7 +11,7 @@ from trioengine.core.lifecycle import Power
 from trioengine.core.power import Tag
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]
-_Index: TypeAlias = Annotated[int, Meta(ge=0, le=0, description="Always 0: there is one choice.")]
+_Index: TypeAlias = Annotated[int, Meta(ge=0, description="Of the choice.")]
 _Time: TypeAlias = Annotated[int, Meta(description="Seconds since 1970.")]
 _FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
@@ -92,7 +92,7 @@ class ChatCompletion(Struct):
     object: Literal["chat.completion"]
     created: _Time
     model: str
-    choices: Annotated[list[Choice], Meta(min_length=1, max_length=1)]
+    choices: Annotated[list[Choice], Meta(min_length=1)]
     usage: Usage
 
 
@@ -136,7 +136,7 @@ class ChatCompletionChunk(Struct):
 
 
 class CompletionChoice(Struct):
-    index: Annotated[int, Meta(ge=0, description="Of the prompt.")]
+    index: Annotated[int, Meta(ge=0, description="Of the choice: those of a prompt follow each other.")]
     text: str
     logprobs: None
     finish_reason: Literal["stop", "length"]
@@ -152,7 +152,7 @@ class TextCompletion(Struct):
 
 
 class CompletionPiece(Struct):
-    index: Annotated[int, Meta(ge=0, description="Of the prompt.")]
+    index: Annotated[int, Meta(ge=0, description="Of the choice: those of a prompt follow each other.")]
     text: str
     logprobs: None
     finish_reason: Literal["stop", "length"] | None
