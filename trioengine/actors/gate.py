@@ -12,7 +12,8 @@ overtake: it lines up behind the others, or is refused with EngineOverloaded or 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import trio
 
@@ -53,6 +54,7 @@ class Gate:
         self._observers = observers
         self._changes = Notifier()
         self._last_id = 0
+        self._num_claimed = 0  # slots of each kind
 
     def mint(self) -> int:
         """A new id, never used before."""
@@ -158,10 +160,12 @@ class Gate:
         """Take a request slot and return the request's id. Raises EngineClosed, EngineAsleep or EngineOverloaded."""
         return self._take(Slot.REQUEST, self._check_request_slot, self.ledger.receive)
 
-    def check_room(self, count: int) -> None:
-        """Raise the reason why so many sessions with a request each would not all be admitted in this step, if any.
+    @contextmanager
+    def claiming(self, count: int) -> Iterator[Callable[[], None]]:
+        """Claim slots for so many sessions with a request each, all or none; others do not get them within the block.
 
-        The refusal is counted.
+        Call the function that this yields in the step that takes a session's slot and its request's: it gives up the
+        claim to these. Raises as `admit_session` and `admit_request`, and counts the refusal.
         """
         try:
             self._check_session_slot(count)
@@ -169,6 +173,20 @@ class Gate:
         except EngineError:
             self.ledger.reject()
             raise
+        left = count
+
+        def give_up(number: int = 1) -> None:
+            nonlocal left
+            left -= number
+            self._num_claimed -= number
+
+        self._num_claimed += count
+        try:
+            yield give_up
+        finally:
+            if left:
+                give_up(left)
+                self.serve()
 
     def _take(self, slot: Slot, check: Callable[[], None], book: Callable[[], None]) -> int:
         try:
@@ -213,9 +231,9 @@ class Gate:
         self._check_open()
         if self.power not in (Power.AWAKE, Power.RESTARTING) or self.is_change_pending:
             raise self._not_awake()
-        most = self._config.max_sessions
-        if self.ledger.sessions + count > most:
-            message = f"{_shortage(count, most, self.ledger.sessions, 'sessions')} (max_sessions)"
+        most, num_taken = self._config.max_sessions, self.ledger.sessions + self._num_claimed
+        if num_taken + count > most:
+            message = f"{_shortage(count, most, num_taken, 'sessions')} (max_sessions)"
             raise EngineOverloaded(message, code="sessions", is_full=True)
 
     def _check_request_slot(self, count: int = 1) -> None:
@@ -223,9 +241,10 @@ class Gate:
         if not self.is_awake:
             raise self._not_awake()
         running, queued = self._config.max_num_seqs, self._config.max_num_queued_reqs
-        if self.ledger.in_flight + count > running + queued:
+        num_taken = self.ledger.in_flight + self._num_claimed
+        if num_taken + count > running + queued:
             settings = f"max_num_seqs {running} + max_num_queued_reqs {queued}"
-            message = f"{_shortage(count, running + queued, self.ledger.in_flight, 'request slots')} ({settings})"
+            message = f"{_shortage(count, running + queued, num_taken, 'request slots')} ({settings})"
             raise EngineOverloaded(message, code="queue", is_full=True)
 
     def _not_awake(self) -> EngineError:

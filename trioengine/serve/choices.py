@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -108,6 +108,7 @@ class Choices(abc.ABC):
         self._completions: dict[int, Completion] = {}
         self._failure: Exception | None = None  # the first one
         self._num_sent = 0  # choices whose events were all sent
+        self._give_up_claim: Callable[[], None] | None = None  # on a slot for each choice of the first prompt
         self._is_closed = False  # the end of the stream was sent
 
     # ---- supplied by the routes -------------------------------------------------------------------------------------
@@ -165,17 +166,17 @@ class Choices(abc.ABC):
 
     async def _run_all(self, body: Body, *, streams: bool) -> None:
         SESSION.set(self._id)  # until the connection's next request, so that the access log has it as well
-        if self._n > 1:
-            self._engine.runtime.gate.check_room(self._n)
-        self._choices = self._made()
         body.on_disconnect = partial(self._end_all, Cause.DISCONNECT)
         sent_to = body if streams else None
-        if len(self._choices) == 1:
+        if len(self._prompts) * self._n == 1:
+            self._choices = self._made()
             await self._run(self._choices[0], sent_to)
         else:
-            async with trio.open_nursery() as nursery:
-                for choice in self._choices:
-                    nursery.start_soon(self._run, choice, sent_to)
+            with self._engine.runtime.gate.claiming(self._n) as self._give_up_claim:
+                self._choices = self._made()
+                async with trio.open_nursery() as nursery:
+                    for choice in self._choices:
+                        nursery.start_soon(self._run, choice, sent_to)
         if self._failure is not None:
             raise self._failure
 
@@ -224,6 +225,8 @@ class Choices(abc.ABC):
     async def _answer(self, choice: _Choice, body: Body | None) -> None:
         ids = filter(None, (self._id, REQUEST_ID.get(), self._request_id))  # for /abort_request
         generation = choice.generation
+        if self._give_up_claim is not None and choice.index < self._n:
+            self._give_up_claim()  # both slots are taken in this step
         try:
             async with choice.session:
                 with self._in_flight.running(ids, generation):
