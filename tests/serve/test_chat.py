@@ -34,6 +34,7 @@ async def test_a_whole_answer(autojump_clock, clients):
     shown = answer.json
     assert shown.pop("id").startswith("chatcmpl-")
     assert isinstance(shown.pop("created"), int)
+    assert shown.pop("system_fingerprint").startswith("fp_")
     assert shown == {
         "object": "chat.completion",
         "model": "toy",
@@ -43,6 +44,7 @@ async def test_a_whole_answer(autojump_clock, clients):
                 "message": {"role": "assistant", "content": clients.engine.tokenizer.decode(ids), "refusal": None},
                 "logprobs": None,
                 "finish_reason": "length",
+                "stop_reason": None,
             }
         ],
         "usage": {
@@ -76,7 +78,13 @@ async def test_a_stream(autojump_clock, clients):
         "logprobs": None,
         "finish_reason": None,
     }
-    assert choices[-1] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}
+    assert choices[-1] == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "length",
+        "stop_reason": None,
+    }
     assert all(choice["finish_reason"] is None and choice["index"] == 0 for choice in choices[:-1])
     assert "".join(choice["delta"]["content"] for choice in choices[:-1]) == clients.engine.tokenizer.decode(ids)
     assert not any("usage" in chunk for chunk in chunks)

@@ -77,10 +77,10 @@ REFUSED = [
     ({"stream": False, "stream_options": {}}, 400, "invalid_value", "stream_options"),
     ({"stream": True, "stream_options": []}, 400, "invalid_type", "stream_options"),
     (
-        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
         400,
         "unsupported_parameter",
-        "stream_options.continuous_usage_stats",
+        "stream_options.include_obfuscation",
     ),
     ({"stream": True, "stream_options": {"include_usage": 1}}, 400, "invalid_type", "stream_options.include_usage"),
     (

@@ -33,7 +33,13 @@ async def test_whole_answers(autojump_clock, clients, prompt, each):
     found = answer.json
     assert found["object"] == "text_completion" and found["id"].startswith("cmpl-") and found["model"] == "toy"
     assert found["choices"] == [
-        {"index": index, "text": expected(clients.engine, one), "logprobs": None, "finish_reason": "length"}
+        {
+            "index": index,
+            "text": expected(clients.engine, one),
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
         for index, one in enumerate(each)
     ]
     assert found["usage"]["completion_tokens"] == 5 * len(each)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import trio
 
@@ -168,8 +169,8 @@ class Gate:
         claim to these. Raises as `admit_session` and `admit_request`, and counts the refusal.
         """
         try:
-            self._check_session_slot(count)
-            self._check_request_slot(count)
+            self._check(Slot.SESSION, partial(self._check_session_slot, count))
+            self._check(Slot.REQUEST, partial(self._check_request_slot, count))
         except EngineError:
             self.ledger.reject()
             raise
@@ -189,12 +190,7 @@ class Gate:
                 self.serve()
 
     def _take(self, slot: Slot, check: Callable[[], None], book: Callable[[], None]) -> int:
-        try:
-            check()
-        except EngineError as exc:
-            for observer in self._observers:
-                observer.slot_refused(slot, exc)
-            raise
+        self._check(slot, check)
         book()
         id = self.mint()
         for observer in self._observers:
@@ -211,6 +207,14 @@ class Gate:
         if self.link is None or is_quarantined or not (self.is_awake or self.stage is PowerStage.DRAINING):
             raise self._not_awake()
         return self.link
+
+    def _check(self, slot: Slot, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except EngineError as exc:
+            for observer in self._observers:
+                observer.slot_refused(slot, exc)
+            raise
 
     def check(self) -> None:
         """Raise InvariantError unless the books balance, and no caller waits for a slot that is free."""

@@ -16,6 +16,7 @@ from trioengine.serve.parsing import LONG_JSON, in_thread_if
 from trioengine.serve.requests import ChatCompletionRequest
 from trioengine.serve.responses import ChatCompletion, ChatCompletionChunk
 from trioengine.serve.routes import Operation
+from trioengine.serve.shown import Result, fingerprint
 from trioengine.serve.unknown_fields import UnknownFields
 from trioengine.text.tool_calls import ToolForm
 
@@ -70,18 +71,20 @@ class _ChatCompletion(Choices):
         request: HttpRequest,
         headers: Headers,
     ) -> None:
-        self._shape = ChatShape(model, engine.runtime.model.tokenizer, chat.params.logprobs)
+        self._shape = ChatShape(
+            model, engine.runtime.model.tokenizer, chat.params.logprobs, fingerprint(engine, model), chat.shown
+        )
         super().__init__(
             engine, in_flight, chat, [chat.messages], self._shape.id, request, headers, chat.variables or None
         )
         self._tool_form = chat.tool_form
         self._names = {"prompt": "messages", "grammar": chat.grammar_field}
 
-    def _rendered(self, completions: Sequence[Completion], usage: Usage) -> bytes:
-        return self._shape.whole(completions, usage, self._tool_form)
+    def _rendered(self, results: Sequence[Result], usage: Usage) -> bytes:
+        return self._shape.whole(results, usage, self._tool_form)
 
     def _frames(self, index: int) -> ChatFrames:
-        return ChatFrames(self._shape, index, include_usage=self._include_usage, tool_form=self._tool_form)
+        return ChatFrames(self._shape, index, tool_form=self._tool_form)
 
-    def _usage_frame(self, usage: Usage) -> bytes:
-        return self._shape.usage_frame(usage)
+    def _last_frame(self, usage: Usage, completions: Sequence[Completion]) -> bytes:
+        return self._shape.last_frame(usage, completions)

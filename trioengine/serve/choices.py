@@ -30,6 +30,7 @@ from trioengine.serve.errors import ClientError, RequestAborted, problem_of
 from trioengine.serve.http import Headers, HttpRequest, HttpResponse
 from trioengine.serve.limits import InFlight
 from trioengine.serve.parsing import in_thread_if
+from trioengine.serve.shown import Result, Shown
 from trioengine.text.conversation import Prompt
 
 logger = logging.getLogger("trioengine")
@@ -46,7 +47,7 @@ class Asked(Protocol):
     def n(self) -> int: ...
 
     @property
-    def include_usage(self) -> bool: ...
+    def shown(self) -> Shown: ...
 
     @property
     def request_id(self) -> str | None: ...
@@ -55,8 +56,11 @@ class Asked(Protocol):
 class Frames(Protocol):
     """Renders the events of one choice in a stream."""
 
-    opening: bytes  # sent with the first delta
     reads_text_only: bool  # its deltas need no token ids and no log-probabilities
+
+    def opening(self, prompt_token_ids: Sequence[int]) -> bytes:
+        """The event that is sent with the first delta, if any."""
+        ...
 
     def text(self, text: str) -> bytes: ...
 
@@ -99,7 +103,7 @@ class Choices(abc.ABC):
         self._num_unprepared = len(prompts)
         self._params = salted(asked.params, request.cache_salt)
         self._n = asked.n
-        self._include_usage = asked.include_usage
+        self._shown = asked.shown
         self._request_id = asked.request_id
         self._id = id
         self._headers = headers
@@ -114,24 +118,27 @@ class Choices(abc.ABC):
     # ---- supplied by the routes -------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _rendered(self, completions: Sequence[Completion], usage: Usage) -> bytes:
+    def _rendered(self, results: Sequence[Result], usage: Usage) -> bytes:
         """The body of a whole response."""
 
     @abc.abstractmethod
     def _frames(self, index: int) -> Frames: ...
 
     @abc.abstractmethod
-    def _usage_frame(self, usage: Usage) -> bytes:
-        """The event with the usage."""
+    def _last_frame(self, usage: Usage, completions: Sequence[Completion]) -> bytes:
+        """The event after those of all choices, if any."""
 
     # ---- shared -----------------------------------------------------------------------------------------------------
 
     async def whole(self, body: Body) -> HttpResponse:
         """Run all choices, and return them in one piece."""
         await self._run_all(body, streams=False)
-        completions = [self._completions[choice.index] for choice in self._choices]
-        num_logprobs = sum(len(each.logprobs or ()) for each in completions) * (1 + (self._params.logprobs or 0))
-        render = partial(self._rendered, completions, self._usage)
+        results = [
+            Result(self._completions[choice.index], choice.generation.prompt_token_ids if self._shown.token_ids else ())
+            for choice in self._choices
+        ]
+        num_logprobs = sum(len(each.completion.logprobs or ()) for each in results) * (1 + (self._params.logprobs or 0))
+        render = partial(self._rendered, results, self._usage)
         content = await in_thread_if(num_logprobs > MANY_LOGPROBS, self._engine.ports, render)
         return HttpResponse(200, content, headers=self._headers)
 
@@ -162,7 +169,7 @@ class Choices(abc.ABC):
 
     @property
     def _closing(self) -> bytes:
-        return (self._usage_frame(self._usage) if self._include_usage else b"") + DONE
+        return self._last_frame(self._usage, [self._completions[choice.index] for choice in self._choices]) + DONE
 
     async def _run_all(self, body: Body, *, streams: bool) -> None:
         SESSION.set(self._id)  # until the connection's next request, so that the access log has it as well
@@ -250,7 +257,8 @@ class Choices(abc.ABC):
         """Send the events of a choice, and with the last one of all choices the end of the stream."""
         frames, generation = self._frames(choice.index), choice.generation
         sink = _Sink(generation, frames, body)
-        unsent = frames.opening
+        needs_prompt = self._shown.token_ids or self._shown.running_usage
+        unsent = frames.opening(generation.prompt_token_ids if needs_prompt else ())
         async for chunk in generation:
             delta = frames.delta(chunk)
             if generation.outcome is not None and generation.outcome.is_complete:

@@ -199,6 +199,7 @@ class ToolChoice(Struct):
 
 class StreamOptions(Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: Annotated[bool | None, Meta(description="The usage so far in every event.")] = None
 
 
 class ChatCompletionRequest(Sampling, kw_only=True):
@@ -213,6 +214,9 @@ class ChatCompletionRequest(Sampling, kw_only=True):
     n: _N | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: Annotated[bool | None, Meta(description="Also of the prompt.")] = None
+    return_tokens_as_token_ids: Annotated[bool | None, Meta(description='Tokens of logprobs as "token_id:N".')] = None
+    timings_per_token: Annotated[bool | None, Meta(description="Adds `timings` at the end.")] = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     tools: Annotated[
@@ -235,6 +239,9 @@ class CompletionBody(Sampling, kw_only=True):
     n: _N | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: Annotated[bool | None, Meta(description="Also of the prompt.")] = None
+    return_tokens_as_token_ids: Annotated[bool | None, Meta(description='Tokens of logprobs as "token_id:N".')] = None
+    timings_per_token: Annotated[bool | None, Meta(description="Adds `timings` at the end.")] = None
     structured_outputs: StructuredOutputs | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID, description="for /abort_request")] | None = None
 
