@@ -1,7 +1,7 @@
 """The optional parts of responses with choices, on both routes: token ids, running usage, stop reasons, timings."""
 
 import pytest
-from helpers.clients import CHAT, chat
+from helpers.clients import CHAT, chat, open_clients
 
 from trioengine.testing import toy_answer
 
@@ -104,3 +104,19 @@ async def test_the_fingerprint(autojump_clock, clients, path):
     power = clients.engine.runtime.power
     power.weights = power.weights._replace(version=2)
     assert (await clients.request("POST", path, body(path))).json["system_fingerprint"] != whole
+
+
+async def test_tokenizer_info(autojump_clock, clients):
+    shown = (await clients.request("GET", "/tokenizer_info")).json
+    tokenizer = clients.engine.tokenizer
+    assert (shown["vocab_size"], shown["model_max_length"]) == (tokenizer.tokenizer.vocab_size, 512)
+    assert shown["tokenizer_class"] == type(tokenizer.tokenizer).__name__
+    assert shown["chat_template"] == (tokenizer.template_source or None)
+    special = {token["content"]: int(id) for id, token in shown["added_tokens_decoder"].items()}
+    assert special == tokenizer.tokenizer.special_tokens
+    assert shown["eos_token"] is None and len(clients.engine.runtime.model.eos_token_ids) == 2
+
+
+async def test_tokenizer_info_needs_the_key(autojump_clock):
+    async with open_clients(api_key=("secret-of-a-user-of-this",)) as clients:
+        assert (await clients.request("GET", "/tokenizer_info")).status == 401

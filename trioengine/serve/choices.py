@@ -95,7 +95,7 @@ class Choices(abc.ABC):
         headers: Headers,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """`headers` are those of a whole response, `variables` those of the chat template."""
+        """`headers` are for a whole response, `variables` for the chat template."""
         self._engine = engine
         self._in_flight = in_flight
         self._held = request.held  # accounts for the bytes of the body; the body itself is dropped
@@ -126,7 +126,7 @@ class Choices(abc.ABC):
 
     @abc.abstractmethod
     def _last_frame(self, usage: Usage, completions: Sequence[Completion]) -> bytes:
-        """The event after those of all choices, if any."""
+        """The last event, which comes after the events of all choices, if there is one."""
 
     # ---- shared -----------------------------------------------------------------------------------------------------
 

@@ -171,7 +171,7 @@ class ChatCompletionChunk(_Chunk, kw_only=True):
 
 
 class _CompletionText(Struct, kw_only=True):
-    index: Annotated[int, Meta(ge=0, description="Of the choice: those of a prompt follow each other.")]
+    index: Annotated[int, Meta(ge=0, description="Of the choice: the choices of a prompt follow each other.")]
     text: str
     logprobs: None
     token_ids: _TokenIds | UnsetType = UNSET
@@ -222,6 +222,20 @@ class TokenizeResponse(Struct):
     max_model_len: _Count
     tokens: list[_Count]
     token_strs: Annotated[list[str] | None, Meta(description="With return_token_strs only.")]
+
+
+class AddedToken(Struct):
+    content: str
+    special: bool
+
+
+class TokenizerInfo(Struct):
+    tokenizer_class: str
+    chat_template: Annotated[str | None, Meta(description="Null if the model has none.")]
+    vocab_size: _Count
+    model_max_length: Annotated[int, Meta(ge=0, description="Tokens of the context.")]
+    eos_token: Annotated[str | None, Meta(description="Null if the model has none, or several.")]
+    added_tokens_decoder: Annotated[dict[str, AddedToken], Meta(description="Special tokens, by their ids.")]
 
 
 class DetokenizeResponse(Struct):
