@@ -177,15 +177,18 @@ class Choices(abc.ABC):
         sent_to = body if streams else None
         if len(self._prompts) * self._n == 1:
             self._choices = self._made()
-            await self._run(self._choices[0], sent_to)
-        else:
-            with self._engine.runtime.gate.claiming(self._n) as self._give_up_claim:
-                self._choices = self._made()
-                async with trio.open_nursery() as nursery:
-                    for choice in self._choices:
-                        nursery.start_soon(self._run, choice, sent_to)
+            await self._answer(self._choices[0], sent_to)
+            return
+        with self._engine.runtime.gate.claiming(self._n) as self._give_up_claim:
+            self._choices = self._made()
+            async with trio.open_nursery() as nursery:
+                for choice in self._choices:
+                    nursery.start_soon(self._run, choice, sent_to)
         if self._failure is not None:
-            raise self._failure
+            try:
+                raise self._failure
+            finally:
+                self._failure = None  # whose traceback has this frame: a cycle would keep the bytes of a bad image
 
     def _made(self) -> list[_Choice]:
         """Return all choices, none of them begun.
