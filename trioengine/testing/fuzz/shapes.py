@@ -222,8 +222,8 @@ class ChatStream:
             return
         assert event.get("usage") is None, f"a usage before the end: {event}"
         (choice,) = event["choices"]
-        names = ("index", "delta", "logprobs", "finish_reason")
-        has_fields(choice, names if choice.get("finish_reason") is None else (*names, "stop_reason"), "a choice")
+        shown = ("index", "delta", "logprobs", "finish_reason")
+        has_fields(choice, shown if choice.get("finish_reason") is None else (*shown, "stop_reason"), "a choice")
         assert choice["index"] == 0, f"another index: {event}"
         self._take_choice(choice, is_first=is_first)
 
