@@ -34,6 +34,7 @@ async def test_a_whole_answer(autojump_clock, clients):
     shown = answer.json
     assert shown.pop("id").startswith("chatcmpl-")
     assert isinstance(shown.pop("created"), int)
+    assert shown.pop("system_fingerprint").startswith("fp_")
     assert shown == {
         "object": "chat.completion",
         "model": "toy",
@@ -43,6 +44,7 @@ async def test_a_whole_answer(autojump_clock, clients):
                 "message": {"role": "assistant", "content": clients.engine.tokenizer.decode(ids), "refusal": None},
                 "logprobs": None,
                 "finish_reason": "length",
+                "stop_reason": None,
             }
         ],
         "usage": {
@@ -76,7 +78,13 @@ async def test_a_stream(autojump_clock, clients):
         "logprobs": None,
         "finish_reason": None,
     }
-    assert choices[-1] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}
+    assert choices[-1] == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "length",
+        "stop_reason": None,
+    }
     assert all(choice["finish_reason"] is None and choice["index"] == 0 for choice in choices[:-1])
     assert "".join(choice["delta"]["content"] for choice in choices[:-1]) == clients.engine.tokenizer.decode(ids)
     assert not any("usage" in chunk for chunk in chunks)
@@ -275,7 +283,7 @@ async def test_the_request_is_let_go_of_before_the_first_token(autojump_clock, c
         assert not [entry for entry in objects if type(entry) is ChatRequest]
         assert not [entry for entry in objects if type(entry) is HttpRequest and entry.body]
         (answer,) = (entry for entry in objects if type(entry) is _ChatCompletion)
-        assert not answer._messages
+        assert not answer._prompts
         assert not [entry for entry in objects if type(entry) is _Entry]
         (generation,) = (entry for entry in objects if type(entry) is Generation)
         assert generation._enter is None

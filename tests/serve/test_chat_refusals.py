@@ -71,16 +71,16 @@ REFUSED = [
     ({"logprobs": 1}, 400, "invalid_type", "logprobs"),
     ({"top_logprobs": 1}, 400, "invalid_value", "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "invalid_value", "top_logprobs"),
-    ({"n": 2}, 400, "unsupported_parameter", "n"),
-    ({"n": True}, 400, "unsupported_parameter", "n"),
+    ({"n": 17}, 400, "invalid_value", "n"),
+    ({"n": True}, 400, "invalid_type", "n"),
     ({"stream": "yes"}, 400, "invalid_type", "stream"),
     ({"stream": False, "stream_options": {}}, 400, "invalid_value", "stream_options"),
     ({"stream": True, "stream_options": []}, 400, "invalid_type", "stream_options"),
     (
-        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
         400,
         "unsupported_parameter",
-        "stream_options.continuous_usage_stats",
+        "stream_options.include_obfuscation",
     ),
     ({"stream": True, "stream_options": {"include_usage": 1}}, 400, "invalid_type", "stream_options.include_usage"),
     (
@@ -142,7 +142,7 @@ RULES = [
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "video"}]}]},
         'messages[0].content[1].type must be "text" or "image_url", got "video"',
     ),
-    ({"n": 2}, "n must be 1, got 2"),
+    ({"n": 17}, "n must be an integer from 1 to 16, got 17"),
     ({"audio": {"voice": "x"}}, 'audio is not supported, got {"voice": "x"}'),
 ]
 

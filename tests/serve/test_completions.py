@@ -33,7 +33,13 @@ async def test_whole_answers(autojump_clock, clients, prompt, each):
     found = answer.json
     assert found["object"] == "text_completion" and found["id"].startswith("cmpl-") and found["model"] == "toy"
     assert found["choices"] == [
-        {"index": index, "text": expected(clients.engine, one), "logprobs": None, "finish_reason": "length"}
+        {
+            "index": index,
+            "text": expected(clients.engine, one),
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
         for index, one in enumerate(each)
     ]
     assert found["usage"]["completion_tokens"] == 5 * len(each)
@@ -123,7 +129,8 @@ REFUSED = [
     ({"prompt": [100_000]}, "invalid_value", "prompt"),
     ({"prompt": ["a"] * 129}, "invalid_value", "prompt"),
     ({"prompt": "a" * 600}, "context_length_exceeded", "prompt"),
-    ({"prompt": "a", "n": 2}, "unsupported_parameter", "n"),
+    ({"prompt": "a", "n": 17}, "invalid_value", "n"),
+    ({"prompt": ["a"] * 65, "n": 2}, "invalid_value", "prompt"),
     ({"prompt": "a", "echo": True}, "unsupported_parameter", "echo"),
     ({"prompt": "a", "logprobs": 1}, "unsupported_parameter", "logprobs"),
     ({"prompt": "a", "stream_options": {}}, "invalid_value", "stream_options"),

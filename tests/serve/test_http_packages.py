@@ -119,6 +119,28 @@ async def test_openai_completes_prompts():
         assert whole.usage.completion_tokens == 10
 
 
+async def test_openai_has_several_choices():
+    def ask(client):
+        fields = {"model": "toy", "n": 3, "seed": 5, "max_tokens": 5, "extra_body": EXTRA}
+        chat, prompt = client.chat.completions.create, client.completions.create
+        whole = [choice.message.content for choice in chat(messages=MESSAGES, **fields).choices]
+        texts = ["", "", ""]
+        for event in chat(messages=MESSAGES, stream=True, **fields):
+            for choice in event.choices:
+                texts[choice.index] += choice.delta.content or ""
+        assert texts == whole
+        whole = [choice.text for choice in prompt(prompt=["to be", "or not"], **fields).choices]
+        texts = [""] * 6
+        for event in prompt(prompt=["to be", "or not"], stream=True, **fields):
+            for choice in event.choices:
+                texts[choice.index] += choice.text
+        assert texts == whole
+        return whole
+
+    async with running() as server:
+        assert len(await in_thread(ask, server)) == 6
+
+
 async def test_openai_accumulates_a_stream():
     """Its own helper, which is strict about what comes in which order."""
 
@@ -193,7 +215,7 @@ async def test_openai_is_cancelled_while_it_waits():
 
 ERRORS = [
     ({"model": "other"}, openai.NotFoundError, "model_not_found", "model"),
-    ({"n": 2}, openai.BadRequestError, "unsupported_parameter", "n"),
+    ({"n": 17}, openai.BadRequestError, "invalid_value", "n"),
     ({"messages": []}, openai.BadRequestError, "invalid_value", "messages"),
     ({"temperature": -1}, openai.BadRequestError, "invalid_value", "temperature"),
     ({"extra_body": {"best_of": 2}}, openai.BadRequestError, "unsupported_parameter", "best_of"),

@@ -73,6 +73,7 @@ async def test_the_examples_are_answered(autojump_clock, clients):
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "additionalProperties": False}}}
 CALL = chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=100)
+SHOWN = {"n": 2, "return_token_ids": True, "timings_per_token": True, "stop": "x"}
 STREAMED = {"prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}}
 REQUESTS = [
     ("GET", "/", None, {}, 200),
@@ -98,6 +99,11 @@ REQUESTS = [
     ("POST", "/v1/completions", {"prompt": ["a", "b"]}, {}, 200),
     ("POST", "/v1/completions", STREAMED, {}, 200),
     ("POST", "/v1/completions", {"prompt": []}, {}, 400),
+    ("POST", CHAT, chat(**SHOWN), {}, 200),
+    ("POST", CHAT, chat(**SHOWN, stream=True, stream_options={"continuous_usage_stats": True}), {}, 200),
+    ("POST", "/v1/completions", {"prompt": "a", **SHOWN}, {}, 200),
+    ("POST", "/v1/completions", {**STREAMED, **SHOWN}, {}, 200),
+    ("GET", "/tokenizer_info", None, {}, 200),
     ("POST", CHAT, chat(model="other"), {}, 404),
     ("POST", CHAT, chat(max_tokens="x"), {}, 400),
     ("POST", CHAT, chat("x" * 1000), {}, 400),

@@ -61,10 +61,10 @@ async def test_a_required_field_that_is_misspelt(autojump_clock, clients, path, 
 FIXED = [
     ({"functions": [{"name": "f"}]}, "this server does not support functions"),
     ({"echo": True}, "echo must be false, got true"),
-    ({"n": 2}, "n must be 1, got 2"),
-    ({"n": True}, "n must be 1, got true"),
+    ({"best_of": 2}, "best_of must be 1, got 2"),
+    ({"best_of": True}, "best_of must be 1, got true"),
     ({"function_call": "f"}, 'function_call must be "none" or "auto", got "f"'),
-    ({"n": "ü" * 90}, f'n must be 1, got "{"ü" * 78}…'),
+    ({"best_of": "ü" * 90}, f'best_of must be 1, got "{"ü" * 78}…'),
 ]
 
 

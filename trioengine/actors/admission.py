@@ -65,6 +65,7 @@ class _Entry:
     request: Request
     prompt: Any  # not checked yet, as the media
     media: Any
+    leader: Request | None = None  # whose prompt this one has; it goes behind that
     images: RequestImages | None = None  # None for a prompt without images
 
     def open_images(self) -> RequestImages:
@@ -88,6 +89,16 @@ async def admit(
     """
     entry = _Entry(runtime, session, request, prompt, media)
     del prompt, media  # this frame lives as long as the request is on its way in
+    await _admit_observed(entry)
+
+
+async def admit_behind(runtime: Runtime, session: SessionActor, request: Request, leader: Request) -> None:
+    """Submit a request with the prompt of another when that has its first token, or is over; as `admit`."""
+    await _admit_observed(_Entry(runtime, session, request, None, (), leader))
+
+
+async def _admit_observed(entry: _Entry) -> None:
+    runtime, session, request = entry.runtime, entry.session, entry.request
     request.times.begin()
     session.waiting[request] = None
     try:
@@ -106,7 +117,7 @@ async def _admit(entry: _Entry) -> None:
         try:
             await _reserve(entry)
             if not entry.is_over:
-                await _prepare(entry)
+                await (_prepare(entry) if entry.leader is None else _follow(entry, entry.leader))
             await _commit(entry)
         except TimedOut as exc:
             session.abort_request(request, Cause.TIMEOUT)
@@ -159,10 +170,28 @@ async def _prepare(entry: _Entry) -> None:
         _check(runtime, prepared, request.params)
     if prepared.images:
         images = tuple(replace(image, name=places.name(image.name)) for image in prepared.images)
-        entry.open_images().pin(images)
         prepared = replace(prepared, images=images)
+    _take_prepared(entry, prepared)
+
+
+async def _follow(entry: _Entry, leader: Request) -> None:
+    """Wait for the leader's first token, or its end, and take its prompt. Without one, the request is aborted."""
+    await trio.lowlevel.checkpoint()
+    while leader.outcome is None and not leader.num_tokens:
+        await leader.changed.wait()
+    prepared, request = leader.prepared, entry.request
+    if prepared is None:
+        cause = leader.outcome.cause if leader.outcome is not None else None
+        entry.session.abort_request(request, cause or Cause.CLIENT)
+        return
+    _take_prepared(entry, prepared)
+
+
+def _take_prepared(entry: _Entry, prepared: Prepared) -> None:
+    request, model = entry.request, entry.runtime.model
+    if prepared.images:
+        entry.open_images().pin(prepared.images)
     request.prepared = prepared
-    model = runtime.model
     request.eos_token_ids = tuple(model.eos_token_ids)
     request.output = OutputText(model.tokenizer, request.params, model.eos_token_ids)
 

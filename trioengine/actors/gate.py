@@ -12,7 +12,9 @@ overtake: it lines up behind the others, or is refused with EngineOverloaded or 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import trio
 
@@ -53,6 +55,7 @@ class Gate:
         self._observers = observers
         self._changes = Notifier()
         self._last_id = 0
+        self._num_claimed = 0  # slots of each kind
 
     def mint(self) -> int:
         """A new id, never used before."""
@@ -158,13 +161,36 @@ class Gate:
         """Take a request slot and return the request's id. Raises EngineClosed, EngineAsleep or EngineOverloaded."""
         return self._take(Slot.REQUEST, self._check_request_slot, self.ledger.receive)
 
-    def _take(self, slot: Slot, check: Callable[[], None], book: Callable[[], None]) -> int:
+    @contextmanager
+    def claiming(self, count: int) -> Iterator[Callable[[], None]]:
+        """Claim slots for so many sessions with a request each, all or none; others do not get them within the block.
+
+        Call the function that this yields in the step that takes a session's slot and its request's: it gives up the
+        claim to these. Raises as `admit_session` and `admit_request`, and counts the refusal.
+        """
         try:
-            check()
-        except EngineError as exc:
-            for observer in self._observers:
-                observer.slot_refused(slot, exc)
+            self._check(Slot.SESSION, partial(self._check_session_slot, count))
+            self._check(Slot.REQUEST, partial(self._check_request_slot, count))
+        except EngineError:
+            self.ledger.reject()
             raise
+        left = count
+
+        def give_up(number: int = 1) -> None:
+            nonlocal left
+            left -= number
+            self._num_claimed -= number
+
+        self._num_claimed += count
+        try:
+            yield give_up
+        finally:
+            if left:
+                give_up(left)
+                self.serve()
+
+    def _take(self, slot: Slot, check: Callable[[], None], book: Callable[[], None]) -> int:
+        self._check(slot, check)
         book()
         id = self.mint()
         for observer in self._observers:
@@ -182,6 +208,14 @@ class Gate:
             raise self._not_awake()
         return self.link
 
+    def _check(self, slot: Slot, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except EngineError as exc:
+            for observer in self._observers:
+                observer.slot_refused(slot, exc)
+            raise
+
     def check(self) -> None:
         """Raise InvariantError unless the books balance, and no caller waits for a slot that is free."""
         self.ledger.check()
@@ -197,22 +231,24 @@ class Gate:
             if len(line):
                 raise InvariantError(f"{len(line)} callers wait, though the first of them need not")
 
-    def _check_session_slot(self) -> None:
+    def _check_session_slot(self, count: int = 1) -> None:
         self._check_open()
         if self.power not in (Power.AWAKE, Power.RESTARTING) or self.is_change_pending:
             raise self._not_awake()
-        if self.ledger.sessions >= self._config.max_sessions:
-            message = f"all {self._config.max_sessions} sessions are taken (max_sessions)"
+        most, num_taken = self._config.max_sessions, self.ledger.sessions + self._num_claimed
+        if num_taken + count > most:
+            message = f"{_shortage(count, most, num_taken, 'sessions')} (max_sessions)"
             raise EngineOverloaded(message, code="sessions", is_full=True)
 
-    def _check_request_slot(self) -> None:
+    def _check_request_slot(self, count: int = 1) -> None:
         self._check_open()
         if not self.is_awake:
             raise self._not_awake()
         running, queued = self._config.max_num_seqs, self._config.max_num_queued_reqs
-        if self.ledger.in_flight >= running + queued:
+        num_taken = self.ledger.in_flight + self._num_claimed
+        if num_taken + count > running + queued:
             settings = f"max_num_seqs {running} + max_num_queued_reqs {queued}"
-            message = f"all {running + queued} request slots are taken ({settings})"
+            message = f"{_shortage(count, running + queued, num_taken, 'request slots')} ({settings})"
             raise EngineOverloaded(message, code="queue", is_full=True)
 
     def _not_awake(self) -> EngineError:
@@ -227,3 +263,9 @@ class Gate:
     def _check_open(self) -> None:
         if self.is_ending:
             raise EngineClosed(f"the engine is {self.power.value}") from self.failure
+
+
+def _shortage(count: int, most: int, num_taken: int, noun: str) -> str:
+    if count == 1:
+        return f"all {most} {noun} are taken"
+    return f"n: {count} choices need {count} {noun}; of {most}, {most - num_taken} are free"

@@ -56,6 +56,11 @@ class ReadableRequest(abc.ABC):
         """The state of a request without an outcome, in a word."""
 
     @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt as it was tokenized; () if it is not known here."""
+        return ()
+
+    @property
     @abc.abstractmethod
     def has_unread(self) -> bool: ...
 
@@ -189,6 +194,11 @@ class Generation(AsyncOnly, refuses=("for",)):
     def params(self) -> SamplingParams:
         """The sampling parameters as they were given."""
         return self._state.params
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt as it was tokenized; () before the generation was entered, and over a connection."""
+        return self._state.prompt_token_ids
 
     @property
     def outcome(self) -> Outcome | None:

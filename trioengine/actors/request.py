@@ -86,6 +86,10 @@ class Request(ReadableRequest):
         return self.state.value
 
     @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        return tuple(self.prepared.token_ids) if self.prepared is not None else ()
+
+    @property
     def has_unread(self) -> bool:
         output = self.output
         return output is not None and (
@@ -129,6 +133,8 @@ class Request(ReadableRequest):
             resumed=self.recovery.resumed,
             weight_versions=tuple(self.weight_versions),
             dropped_turns=prepared.dropped_turns if prepared is not None else 0,
+            stop_reason=output.stop_reason if output is not None else None,
+            decode_time=self.times.decode_time,
         )
 
     # ---- the session's side -----------------------------------------------------------------------------------------
@@ -239,6 +245,11 @@ class RequestTimes:
                 observer.next_tokens(now - self._latest)
         self._latest = now
 
+    @property
+    def decode_time(self) -> float:
+        """Seconds from the first token to the latest."""
+        return self._latest - self._first
+
     def resume(self) -> None:
         """The request goes on after its worker was lost."""
         for observer in self._observers:
@@ -246,8 +257,7 @@ class RequestTimes:
 
     def finish(self, prompt_tokens: int, generation_tokens: int) -> None:
         """The request ran to its end, with its latest token."""
-        seconds, decode_seconds = self._latest - self._began, self._latest - self._first
-        finished = FinishedRequest(seconds, decode_seconds, prompt_tokens, generation_tokens)
+        finished = FinishedRequest(self._latest - self._began, self.decode_time, prompt_tokens, generation_tokens)
         for observer in self._observers:
             observer.request_finished(finished)
 

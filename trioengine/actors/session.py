@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack
 
-from trioengine.actors.admission import admit, open_session
+from trioengine.actors.admission import admit, admit_behind, open_session
 from trioengine.actors.generation import Generation
 from trioengine.actors.images import RequestImages, put_images
 from trioengine.actors.media import Media
@@ -14,7 +14,7 @@ from trioengine.actors.request import Request
 from trioengine.actors.runtime import Runtime
 from trioengine.actors.session_actor import SessionActor
 from trioengine.aio.calls import AsyncOnly, whole_answer
-from trioengine.aio.concurrency import deadline_after
+from trioengine.aio.concurrency import NEVER, deadline_after
 from trioengine.core.sampling_params import (
     Overflow,
     SamplingOptions,
@@ -195,3 +195,20 @@ class Session(AsyncOnly):
         """Wait until the worker has let go of the session and its slot is free; at once if it never was entered."""
         if self._state.id is not None:
             await self._state.released.wait()
+
+
+def further_choice(session: Session, first: Generation, params: SamplingParams, *, wait: bool | None) -> Generation:
+    """A request with the prompt of `first`, to be entered; `wait` as in Session.generate.
+
+    `first` is a request of another session without a history, with the same grammar and cache salt. Entering takes a
+    slot at once; the prompt is taken as it was prepared for `first`, and posted when that has its first token, or is
+    over. So the worker finds it in its prefix cache.
+    """
+    runtime, state = session._runtime, session._state
+    leader = first._state
+    assert isinstance(leader, Request), "both are requests of this engine"
+    request = Request(params, session=state, observers=runtime.observers, deadline=NEVER, wait=wait)
+    generation = Generation(request, partial(admit_behind, runtime, state, request, leader))
+    for observer in runtime.observers:
+        observer.request_created(generation)
+    return generation

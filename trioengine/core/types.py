@@ -112,7 +112,9 @@ class Completion(Restricted, refuses=("for", "async for")):
 
     `resumed` counts how often the request went on with another worker after one was lost, `weight_versions` lists the
     versions of the weights it was computed with, in their order; over the network they are 0 and (). `dropped_turns`
-    counts the oldest turns that were left out of the prompt.
+    counts the oldest turns that were left out of the prompt. `stop_reason` is the stop string or the token of
+    `stop_token_ids` that ended the answer, None for another end; `decode_time` is in seconds, from the first token to
+    the last. Over the network they are None and 0.
     """
 
     _noun = "a completion"
@@ -128,6 +130,8 @@ class Completion(Restricted, refuses=("for", "async for")):
     resumed: int = 0
     weight_versions: tuple[int, ...] = ()
     dropped_turns: int = 0
+    stop_reason: int | str | None = None
+    decode_time: float = 0.0
 
     def __repr__(self) -> str:
         ended = str(self.finish_reason) if self.cause is None else f"{self.finish_reason} ({self.cause})"

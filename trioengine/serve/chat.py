@@ -1,34 +1,25 @@
-"""POST /v1/chat/completions: each completion runs in an engine session of its own, which ends with its client."""
+"""POST /v1/chat/completions: a conversation is answered by one choice, or by several."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.generation import Generation
-from trioengine.actors.session import Session
-from trioengine.core.errors import EngineError, RequestRejected
-from trioengine.core.types import Cause, Completion, FinishReason
-from trioengine.serve.access_log import REQUEST_ID, SESSION
-from trioengine.serve.auth import salted
-from trioengine.serve.body import Body
+from trioengine.core.types import Completion, Usage
 from trioengine.serve.chat_request import FIELDS, ChatRequest, ServedModel, parse_chat_request
-from trioengine.serve.chat_response import KEEP_ALIVE, ChatFrames, ChatShape, error_frames
-from trioengine.serve.errors import ClientError, RequestAborted, problem_of
-from trioengine.serve.http import STREAM_HEADERS, Headers, HttpRequest, HttpResponse, StreamingResponse
+from trioengine.serve.chat_response import KEEP_ALIVE, ChatFrames, ChatShape
+from trioengine.serve.choices import Choices
+from trioengine.serve.http import STREAM_HEADERS, Headers, HttpRequest, StreamingResponse
 from trioengine.serve.limits import InFlight
 from trioengine.serve.parsing import LONG_JSON, in_thread_if
 from trioengine.serve.requests import ChatCompletionRequest
 from trioengine.serve.responses import ChatCompletion, ChatCompletionChunk
 from trioengine.serve.routes import Operation
+from trioengine.serve.shown import Result, fingerprint
 from trioengine.serve.unknown_fields import UnknownFields
-from trioengine.text.tool_calls import ToolCallParser, ToolForm
+from trioengine.text.tool_calls import ToolForm
 
-logger = logging.getLogger("trioengine")
 OPERATION = Operation(
     "Answer a conversation, whole or streamed",
     body=ChatCompletionRequest,
@@ -37,7 +28,6 @@ OPERATION = Operation(
     events=ChatCompletionChunk,
     errors=(404, 409, 422, 429),
 )
-MANY_LOGPROBS = 1000  # entries of log-probabilities; more are rendered in a thread
 
 
 class ChatCompletions:
@@ -69,8 +59,8 @@ class ChatCompletions:
         return StreamingResponse(completion.whole)
 
 
-class _ChatCompletion:
-    """One completion in progress. Its messages are dropped once the engine has them."""
+class _ChatCompletion(Choices):
+    """One completion in progress."""
 
     def __init__(
         self,
@@ -81,135 +71,20 @@ class _ChatCompletion:
         request: HttpRequest,
         headers: Headers,
     ) -> None:
-        self._engine = engine
-        self._in_flight = in_flight
-        self._held = request.held  # accounts for the bytes of the body; the body itself is dropped
-        self._messages: Sequence[Mapping[str, Any]] = chat.messages
-        self._params = salted(chat.params, request.cache_salt)
-        self._include_usage = chat.include_usage
-        self._shape = ChatShape(model, engine.runtime.model.tokenizer, chat.params.logprobs)
-        self._request_id = chat.request_id
-        self._grammar_field = chat.grammar_field
-        self._variables = chat.variables
-        self._tool_form = chat.tool_form
-        self._headers = headers  # of a whole response
-
-    async def whole(self, body: Body) -> HttpResponse:
-        """Run the request, and return the completion in one piece."""
-        async with self._generation(body) as generation:
-            await generation.wait_settled()  # reading would wake this task for every token
-            completion = finished(generation)
-        num_logprobs = len(completion.logprobs or ()) * (1 + (self._params.logprobs or 0))
-        render = partial(self._shape.whole, completion, self._tool_form)
-        content = await in_thread_if(num_logprobs > MANY_LOGPROBS, self._engine.ports, render)
-        return HttpResponse(200, content, headers=self._headers)
-
-    async def stream(self, body: Body) -> None:
-        """Run the request, and send chunks as they come. Errors after the first piece are sent in the stream."""
-        try:
-            async with self._generation(body) as generation:
-                await self._send_all(generation, body)
-        except Exception as exc:
-            if not body.started:
-                raise
-            if not isinstance(exc, (ClientError, EngineError, RequestAborted)):
-                logger.exception("%s crashed", self._shape.id)
-            await body.send(error_frames(problem_of(exc)), is_last=True)
-
-    async def _send_all(self, generation: Generation, body: Body) -> None:
-        frames = ChatFrames(self._shape, include_usage=self._include_usage)
-        if self._tool_form is not None:
-            await _send_with_calls(generation, frames, ToolCallParser(self._tool_form), body)
-            return
-        sink = _Sink(generation, frames, body)
-        unsent = frames.opening
-        async for chunk in generation:
-            delta = frames.delta(chunk)
-            if generation.outcome is not None and generation.outcome.is_complete:
-                unsent += delta  # sent together with the end
-                break
-            if delta:
-                await body.send(unsent + delta)
-                unsent = b""
-                generation.set_sink(sink.take_and_send)
-        await body.send(unsent + frames.end(finished(generation)), is_last=True)
-
-    @asynccontextmanager
-    async def _generation(self, body: Body) -> AsyncIterator[Generation]:
-        """Open a session for the request, and abort it when the client disconnects. Errors name the client's fields."""
-        SESSION.set(self._shape.id)  # until the connection's next request, so that the access log has it as well
-        ids = filter(None, (self._shape.id, REQUEST_ID.get(), self._request_id))  # for /abort_request
-        try:
-            async with self._open_session() as session:
-                body.on_disconnect = partial(session.end, Cause.DISCONNECT)
-                generation = session.generate(self._take_messages(), self._params, wait=False)
-                with self._in_flight.running(ids, generation):
-                    async with generation:
-                        if self._held is not None:
-                            self._held.give_all_back()
-                        yield generation
-        except RequestRejected as exc:
-            raise in_fields(exc, {"prompt": "messages", "grammar": self._grammar_field}) from None
-
-    def _open_session(self) -> Session:
-        return self._engine.open_session(label=self._shape.id, wait=False, chat_template_kwargs=self._variables or None)
-
-    def _take_messages(self) -> Sequence[Mapping[str, Any]]:
-        messages, self._messages = self._messages, ()
-        return messages
-
-
-async def _send_with_calls(generation: Generation, frames: ChatFrames, parser: ToolCallParser, body: Body) -> None:
-    """Send chunks as they come, and the tool calls in them."""
-    unsent = frames.opening
-    async for chunk in generation:
-        unsent += frames.parts(parser.feed(chunk.text), chunk.logprobs)
-        if generation.outcome is not None and generation.outcome.is_complete:
-            break
-        if unsent:
-            await body.send(unsent)
-            unsent = b""
-    completion = finished(generation)
-    unsent += frames.parts(parser.finish(), None)
-    await body.send(unsent + frames.end(completion, has_calls=parser.num_calls > 0 and not parser.is_cut), is_last=True)
-
-
-class _Sink:
-    """Sends text in the step in which it comes, while the socket takes it: no task is woken for a token."""
-
-    __slots__ = ("_body", "_frames", "_generation", "_has_logprobs")
-
-    def __init__(self, generation: Generation, frames: ChatFrames, body: Body) -> None:
-        self._generation = generation
-        self._has_logprobs = generation.params.logprobs is not None
-        self._frames = frames
-        self._body = body
-
-    def take_and_send(self) -> bool:
-        """Send the unread text; False if it has to wait for the reading task."""
-        if not self._body.can_send_now:
-            return False
-        frames, generation = self._frames, self._generation
-        delta = (
-            frames.delta(generation.read_nowait()) if self._has_logprobs else frames.text(generation.read_text_nowait())
+        self._shape = ChatShape(
+            model, engine.runtime.model.tokenizer, chat.params.logprobs, fingerprint(engine, model), chat.shown
         )
-        if delta:
-            self._body.send_now(delta)
-        return True
+        super().__init__(
+            engine, in_flight, chat, [chat.messages], self._shape.id, request, headers, chat.variables or None
+        )
+        self._tool_form = chat.tool_form
+        self._names = {"prompt": "messages", "grammar": chat.grammar_field}
 
+    def _rendered(self, results: Sequence[Result], usage: Usage) -> bytes:
+        return self._shape.whole(results, usage, self._tool_form)
 
-def in_fields(error: RequestRejected, names: Mapping[str, str]) -> RequestRejected:
-    """Return the error with the client's names, by the engine's."""
-    for name, field in names.items():
-        if error.message.startswith(name):
-            param = None if error.param is None else error.param.replace(name, field, 1)
-            return RequestRejected(error.code, error.message.replace(name, field, 1), param=param)
-    return error
+    def _frames(self, index: int) -> ChatFrames:
+        return ChatFrames(self._shape, index, tool_form=self._tool_form)
 
-
-def finished(generation: Generation) -> Completion:
-    """Return the completion of a request that is over. Raises EngineError or RequestAborted."""
-    completion = generation.completion
-    if completion.finish_reason is FinishReason.ABORT:
-        raise RequestAborted(completion.cause)
-    return completion
+    def _last_frame(self, usage: Usage, completions: Sequence[Completion]) -> bytes:
+        return self._shape.last_frame(usage, completions)

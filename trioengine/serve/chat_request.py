@@ -19,6 +19,7 @@ from trioengine.serve.reading import check_supported, read, sampling_params, unk
 from trioengine.serve.requests import (
     AssistantMessage,
     ChatCompletionRequest,
+    CompletionBody,
     ImagePart,
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -29,6 +30,7 @@ from trioengine.serve.requests import (
     TextPart,
     ToolMessage,
 )
+from trioengine.serve.shown import Shown
 from trioengine.text.tool_calls import HERMES, ToolForm, form_of
 
 # Fields without effect on an answer; any value will do.
@@ -65,7 +67,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
-    "n": (1,),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
@@ -73,7 +74,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 FIELDS = frozenset({*ChatCompletionRequest.__struct_encode_fields__, *HARMLESS, *UNSUPPORTED})
 _STREAM_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "continuous_usage_stats": (False,),
     "include_obfuscation": (False,),
 }
 _NO_EFFORT = "none"
@@ -87,8 +87,9 @@ class ChatRequest:
 
     messages: Sequence[Mapping[str, Any]]
     params: SamplingParams
+    n: int  # choices
     stream: bool
-    include_usage: bool  # in a stream
+    shown: Shown
     request_id: str | None  # the client's own, for /abort_request
     grammar_field: str  # the path of the field that has the grammar, if any
     variables: Mapping[str, Any]  # of the chat template
@@ -131,8 +132,9 @@ def parse_chat_request(body: bytes, model: ServedModel) -> ChatRequest:
     return ChatRequest(
         messages=messages,
         params=_params(given, tools),
+        n=given.n or 1,
         stream=bool(given.stream),
-        include_usage=_include_usage(given, fields),
+        shown=shown_parts(given, fields),
         request_id=given.request_id,
         grammar_field="tools" if tools is not None and tools.grammar is not None else _grammar_field(given),
         variables=_variables(given, tools, model),
@@ -162,14 +164,20 @@ def check_model(name: str | None, model: str) -> None:
         raise ClientError("model_not_found", message, param="model")
 
 
-def _include_usage(given: ChatCompletionRequest, fields: Mapping[str, Any]) -> bool:
+def shown_parts(given: ChatCompletionRequest | CompletionBody, fields: Mapping[str, Any]) -> Shown:
+    """Return the optional parts of the response. Raises ClientError."""
     options = given.stream_options
-    if options is None:
-        return False
-    if not given.stream:
-        raise ClientError("invalid_value", "stream_options is for stream=true only", param="stream_options")
-    check_supported(fields["stream_options"], _STREAM_UNSUPPORTED, "stream_options")
-    return bool(options.include_usage)
+    if options is not None:
+        if not given.stream:
+            raise ClientError("invalid_value", "stream_options is for stream=true only", param="stream_options")
+        check_supported(fields["stream_options"], _STREAM_UNSUPPORTED, "stream_options")
+    return Shown(
+        usage=options is not None and bool(options.include_usage),
+        running_usage=options is not None and bool(options.continuous_usage_stats),
+        token_ids=bool(given.return_token_ids),
+        tokens_as_ids=bool(given.return_tokens_as_token_ids),
+        timings=bool(given.timings_per_token),
+    )
 
 
 def _params(given: ChatCompletionRequest, tools: Tools | None) -> SamplingParams:

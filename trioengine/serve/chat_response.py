@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii  # json.dumps of a string, without its set-up
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from trioengine.core.types import Chunk, Completion, FinishReason, Logprobs, Usage
 from trioengine.serve.errors import Problem
 from trioengine.serve.ids import new_id, unix_time
+from trioengine.serve.shown import Result, Shown, running_usage, timings_json, usage_json
 from trioengine.text.tokenizer import Tokenizer
 from trioengine.text.tool_calls import CallArguments, CallBegin, Part, ToolCallParser, ToolForm
 
@@ -26,11 +27,23 @@ class ChatShape:
     model: str
     tokenizer: Tokenizer
     top_logprobs: int | None
+    fingerprint: str
+    shown: Shown
     id: str = field(default_factory=lambda: new_id("chatcmpl-"))
     created: int = field(default_factory=unix_time)
 
-    def whole(self, completion: Completion, tool_form: ToolForm | None) -> bytes:
+    def whole(self, results: Sequence[Result], usage: Usage, tool_form: ToolForm | None) -> bytes:
         """Render a chat.completion; with a `tool_form` the tool calls in it."""
+        completions = [result.completion for result in results]
+        choices = [self._choice(index, each, tool_form) for index, each in enumerate(completions)]
+        shown = {**self.head("chat.completion"), "choices": choices, "usage": usage_json(usage)}
+        if self.shown.token_ids:
+            shown["prompt_token_ids"] = results[0].prompt_token_ids
+        if self.shown.timings:
+            shown["timings"] = timings_json(completions)
+        return json.dumps(shown).encode()
+
+    def _choice(self, index: int, completion: Completion, tool_form: ToolForm | None) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
         calls: list[dict[str, Any]] = []
         is_cut = False
@@ -38,71 +51,97 @@ class ChatShape:
             text, calls, is_cut = _calls_in(completion.text, tool_form)
             message |= {"content": text or None, "tool_calls": calls} if calls else {"content": text}
         choice = {
-            "index": 0,
+            "index": index,
             "message": message,
             "logprobs": self.logprobs(completion.logprobs),
             "finish_reason": finish_reason(completion, has_calls=bool(calls) and not is_cut),
+            "stop_reason": completion.stop_reason,
         }
-        shown = {**self.head("chat.completion"), "choices": [choice], "usage": usage_json(completion.usage)}
-        return json.dumps(shown).encode()
+        return {**choice, "token_ids": completion.token_ids} if self.shown.token_ids else choice
+
+    def last_frame(self, usage: Usage, completions: Sequence[Completion]) -> bytes:
+        """Render the event without choices that has the usage and the timings; b"" if neither is asked for."""
+        shown = {**self.head("chat.completion.chunk"), "choices": []}
+        if self.shown.usage or self.shown.running_usage:
+            shown["usage"] = usage_json(usage)
+        if self.shown.timings:
+            shown["timings"] = timings_json(completions)
+        is_due = self.shown.usage or self.shown.timings
+        return f"data: {json.dumps(shown)}\n\n".encode() if is_due else b""
 
     def head(self, name: str) -> dict[str, Any]:
-        return {"id": self.id, "object": name, "created": self.created, "model": self.model}
+        head = {"id": self.id, "object": name, "created": self.created, "model": self.model}
+        return {**head, "system_fingerprint": self.fingerprint}
 
     def logprobs(self, logprobs: Iterable[Logprobs] | None) -> dict[str, Any] | None:
         if self.top_logprobs is None:
             return None
-        return {"content": logprobs_content(logprobs or (), self.top_logprobs, self.tokenizer), "refusal": None}
+        top, as_ids = self.top_logprobs, self.shown.tokens_as_ids
+        content = [_position(each, top, self.tokenizer, as_ids) for each in logprobs or ()]
+        return {"content": content, "refusal": None}
 
 
 class ChatFrames:
-    """Renders the frames of one stream; the parts that they have in common are rendered once."""
+    """Renders the events of one choice of a stream; the parts that they have in common are rendered once."""
 
     __slots__ = (
         "_after",
         "_before",
-        "_include_usage",
         "_logprobs",
         "_num_calls",
+        "_num_prompt_tokens",
+        "_num_tokens",
+        "_parser",
         "_shape",
         "_text_after",
         "_text_before",
-        "_usage_before",
-        "opening",
+        "_token_ids",
+        "reads_text_only",
     )
 
-    def __init__(self, shape: ChatShape, *, include_usage: bool) -> None:
+    def __init__(self, shape: ChatShape, index: int, *, tool_form: ToolForm | None = None) -> None:
+        """With a `tool_form` the tool calls in the answer are rendered as such."""
+        shown = shape.shown
         self._shape = shape
-        self._include_usage = include_usage
+        self._parser = None if tool_form is None else ToolCallParser(tool_form)
+        needs_tokens = shape.top_logprobs is not None or shown.token_ids or shown.running_usage
+        self.reads_text_only = self._parser is None and not needs_tokens
         self._num_calls = 0
+        self._num_prompt_tokens = 0
+        self._num_tokens = 0
         self._logprobs: list[Logprobs] = []  # of tokens that no frame has shown yet
+        self._token_ids: list[int] = []  # the same
         head = json.dumps(shape.head("chat.completion.chunk"))[:-1]
-        self._before = f'data: {head}, "choices": [{{"index": 0, "delta": '.encode()
-        self._usage_before = f'data: {head}, "choices": [], "usage": '.encode()
-        self._after = b'], "usage": null}\n\n' if include_usage else b"]}\n\n"
+        self._before = f'data: {head}, "choices": [{{"index": {index}, "delta": '.encode()
+        self._after = b'], "usage": null}\n\n' if shown.usage else b"]}\n\n"
         self._text_before = self._before + b'{"content": '
         self._text_after = b'}, "logprobs": null, "finish_reason": null}' + self._after
-        self.opening = self._frame('{"role": "assistant", "content": ""}')
+
+    def opening(self, prompt_token_ids: Sequence[int]) -> bytes:
+        """Render the event with the role."""
+        self._num_prompt_tokens = len(prompt_token_ids)
+        more = f', "prompt_token_ids": {json.dumps(prompt_token_ids)}' if self._shape.shown.token_ids else ""
+        return self._frame('{"role": "assistant", "content": ""}', more=more)
 
     def delta(self, chunk: Chunk) -> bytes:
-        """Render a chunk; b"" for one without text and log-probabilities."""
-        if not chunk.logprobs:
+        """Render a chunk; b"" for one that shows nothing."""
+        if self.reads_text_only:
             return self.text(chunk.text)
-        delta = json.dumps({"content": chunk.text})
-        return self._frame(delta, logprobs=json.dumps(self._shape.logprobs(chunk.logprobs)))
+        self._num_tokens += len(chunk.token_ids)
+        self._logprobs.extend(chunk.logprobs or ())
+        if self._shape.shown.token_ids:
+            self._token_ids.extend(chunk.token_ids)
+        if self._parser is not None:
+            return self._parts(self._parser.feed(chunk.text))
+        return self._parts([chunk.text]) if chunk.text or self._logprobs or self._token_ids else b""
 
     def text(self, text: str) -> bytes:
         """Render a text without log-probabilities; b"" for an empty one."""
         return self._text_before + encode_basestring_ascii(text).encode() + self._text_after if text else b""
 
-    def parts(self, parts: Iterable[Part], logprobs: Iterable[Logprobs] | None) -> bytes:
-        """Render text and tool calls; log-probabilities come with the next frame that there is."""
-        self._logprobs.extend(logprobs or ())
-        return b"".join([self._with_logprobs(json.dumps(self._delta_of(part))) for part in parts])
-
-    def _with_logprobs(self, delta: str) -> bytes:
-        logprobs, self._logprobs = self._logprobs, []
-        return self._frame(delta, logprobs=json.dumps(self._shape.logprobs(logprobs)) if logprobs else "null")
+    def _parts(self, parts: Iterable[Part]) -> bytes:
+        """Render text and tool calls; log-probabilities and token ids come with the next frame that there is."""
+        return b"".join([self._frame(json.dumps(self._delta_of(part))) for part in parts])
 
     def _delta_of(self, part: Part) -> dict[str, Any]:
         match part:
@@ -115,19 +154,31 @@ class ChatFrames:
                 return {"content": part}
         return {"tool_calls": [call]}
 
-    def end(self, completion: Completion, *, has_calls: bool = False) -> bytes:
-        """Render the finish reason, the usage if requested, and the end of the stream."""
-        usage = b""
-        if self._include_usage:
-            usage = self._usage_before + json.dumps(usage_json(completion.usage)).encode() + b"}\n\n"
+    def end(self, completion: Completion) -> bytes:
+        """Render the rest of the answer, and the finish reason."""
+        parser, rest, has_calls = self._parser, b"", False
+        if parser is not None:
+            rest = self._parts(parser.finish())
+            has_calls = parser.num_calls > 0 and not parser.is_cut
+        if self._logprobs or self._token_ids:
+            rest += self._frame('{"content": ""}')
         reason = finish_reason(completion, has_calls=has_calls)
-        unshown = self._with_logprobs('{"content": ""}') if self._logprobs else b""
-        return unshown + self._frame("{}", finish_reason=f'"{reason}"') + usage + DONE
+        stop_reason = f', "stop_reason": {json.dumps(completion.stop_reason)}'
+        return rest + self._frame("{}", finish_reason=f'"{reason}"{stop_reason}')
 
-    def _frame(self, delta: str, *, logprobs: str = "null", finish_reason: str = "null") -> bytes:
-        """Render an event of fields in JSON."""
-        shown = f'{delta}, "logprobs": {logprobs}, "finish_reason": {finish_reason}}}'
-        return self._before + shown.encode() + self._after
+    def _frame(self, delta: str, *, finish_reason: str = "null", more: str = "") -> bytes:
+        """Render an event of fields in JSON, with the tokens that were not shown yet; `more` are further members."""
+        logprobs, self._logprobs = self._logprobs, []
+        token_ids, self._token_ids = self._token_ids, []
+        shown = f'{delta}, "logprobs": {json.dumps(self._shape.logprobs(logprobs)) if logprobs else "null"}'
+        shown += f', "finish_reason": {finish_reason}'
+        if token_ids:
+            shown += f', "token_ids": {json.dumps(token_ids)}'
+        if self._shape.shown.running_usage:
+            usage = json.dumps(running_usage(self._num_prompt_tokens, self._num_tokens))
+            return self._before + f'{shown}}}], "usage": {usage}{more}}}\n\n'.encode()
+        after = self._after if not more else self._after[:-3] + more.encode() + self._after[-3:]
+        return self._before + shown.encode() + b"}" + after
 
 
 def finish_reason(completion: Completion, *, has_calls: bool) -> str:
@@ -161,32 +212,20 @@ def error_frames(problem: Problem) -> bytes:
     return f"data: {json.dumps({'error': problem.to_json()})}\n\n".encode() + DONE
 
 
-def usage_json(usage: Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
-
-
-def logprobs_content(logprobs: Iterable[Logprobs], top: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Render each token, the end token included, with the `top` best of its position, best first."""
-    return [_position(position, top, tokenizer) for position in logprobs]
-
-
-def _position(position: Logprobs, top: int, tokenizer: Tokenizer) -> dict[str, Any]:
+def _position(position: Logprobs, top: int, tokenizer: Tokenizer, as_ids: bool) -> dict[str, Any]:
+    """Render a token, with the `top` best of its position, best first."""
     chosen = next(iter(position))
     best = sorted(position, key=position.__getitem__, reverse=True)[:top]
-    alternatives = [_token(token_id, position[token_id], tokenizer) for token_id in best]
-    return {**_token(chosen, position[chosen], tokenizer), "top_logprobs": alternatives}
+    alternatives = [_token(token_id, position[token_id], tokenizer, as_ids) for token_id in best]
+    return {**_token(chosen, position[chosen], tokenizer, as_ids), "top_logprobs": alternatives}
 
 
-def _token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+def _token(token_id: int, logprob: float, tokenizer: Tokenizer, as_ids: bool) -> dict[str, Any]:
     if tokenizer.is_byte_level:
         data = tokenizer.bytes_of((token_id,))
         text = data.decode(errors="replace")
     else:
         text = tokenizer.decode([token_id], skip_special_tokens=False)
         data = text.encode()
-    return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(data)}
+    shown = f"token_id:{token_id}" if as_ids else text
+    return {"token": shown, "logprob": max(logprob, LEAST), "bytes": list(data)}

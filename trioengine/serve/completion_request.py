@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.serve.chat_request import HARMLESS, check_model, structured_grammar
+from trioengine.serve.chat_request import HARMLESS, check_model, shown_parts, structured_grammar
 from trioengine.serve.errors import ClientError
 from trioengine.serve.parsing import load_body
 from trioengine.serve.reading import check_supported, read, sampling_params, unknown_names
 from trioengine.serve.requests import CompletionBody
+from trioengine.serve.shown import Shown
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI has it
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {  # with the values that change nothing
     "best_of": (1,),
     "echo": (False,),
     "logprobs": (),
-    "n": (1,),
     "prompt_logprobs": (),
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -32,8 +32,9 @@ class CompletionRequest:
 
     prompts: Sequence[str | list[int]]
     params: SamplingParams
+    n: int  # choices for each prompt
     stream: bool
-    include_usage: bool  # in a stream
+    shown: Shown
     request_id: str | None  # the client's own, for /abort_request
     unknown: tuple[str, ...]  # fields that were passed over
 
@@ -44,16 +45,14 @@ def parse_completion_request(body: bytes, model: str) -> CompletionRequest:
     given = read(fields, CompletionBody)
     check_model(given.model, model)
     check_supported(fields, _UNSUPPORTED)
-    options = given.stream_options
-    if options is not None and not given.stream:
-        raise ClientError("invalid_value", "stream_options is for stream=true only", param="stream_options")
     max_tokens = DEFAULT_MAX_TOKENS if given.max_tokens is None else given.max_tokens
     grammar = None if given.structured_outputs is None else structured_grammar(given.structured_outputs)
     return CompletionRequest(
         prompts=_prompts(given.prompt),
         params=sampling_params(given, max_tokens=max_tokens, grammar=grammar),
+        n=given.n or 1,
         stream=bool(given.stream),
-        include_usage=options is not None and bool(options.include_usage),
+        shown=shown_parts(given, fields),
         request_id=given.request_id,
         unknown=unknown_names(fields, FIELDS),
     )

@@ -1,38 +1,33 @@
-"""POST /v1/completions: one answer for each prompt, which the model continues as it is, without a chat template."""
+"""POST /v1/completions: choices for each prompt, which the model continues as it is, without a chat template."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from json.encoder import encode_basestring_ascii  # json.dumps of a string, without its set-up
+from types import MappingProxyType
 from typing import Any
 
-import trio
-
 from trioengine.actors.engine import Engine
-from trioengine.actors.session import Session
-from trioengine.core.errors import EngineError, RequestRejected
-from trioengine.core.types import Cause, Completion, Usage
-from trioengine.serve.access_log import REQUEST_ID, SESSION
-from trioengine.serve.auth import salted
-from trioengine.serve.body import Body
-from trioengine.serve.chat import finished, in_fields
-from trioengine.serve.chat_response import DONE, KEEP_ALIVE, error_frames, usage_json
+from trioengine.core.errors import RequestRejected
+from trioengine.core.types import Chunk, Completion, Usage
+from trioengine.serve.chat_response import KEEP_ALIVE
+from trioengine.serve.choices import Choices
 from trioengine.serve.completion_request import FIELDS, CompletionRequest, parse_completion_request
-from trioengine.serve.errors import ClientError, RequestAborted, problem_of
-from trioengine.serve.http import STREAM_HEADERS, Headers, HttpRequest, HttpResponse, StreamingResponse
+from trioengine.serve.errors import ClientError
+from trioengine.serve.http import STREAM_HEADERS, Headers, HttpRequest, StreamingResponse
 from trioengine.serve.ids import new_id, unix_time
 from trioengine.serve.limits import InFlight
 from trioengine.serve.parsing import LONG_JSON, in_thread_if
 from trioengine.serve.requests import CompletionBody
 from trioengine.serve.responses import TextCompletion, TextCompletionChunk
 from trioengine.serve.routes import Operation
+from trioengine.serve.shown import Result, Shown, fingerprint, running_usage, timings_json, usage_json
 from trioengine.serve.unknown_fields import UnknownFields
 from trioengine.text.conversation import check_length
 
-logger = logging.getLogger("trioengine")
 OPERATION = Operation(
     "Continue prompts as they are, whole or streamed",
     body=CompletionBody,
@@ -41,7 +36,7 @@ OPERATION = Operation(
     events=TextCompletionChunk,
     errors=(404, 409, 422, 429),
 )
-MAX_PROMPTS = 128
+MAX_CHOICES = 128
 
 
 class Completions:
@@ -64,8 +59,11 @@ class Completions:
 
     def _parse(self, body: bytes) -> tuple[CompletionRequest, list[list[int]]]:
         given = parse_completion_request(body, self._model)
-        if len(given.prompts) > MAX_PROMPTS:
-            message = f"prompt has {len(given.prompts)} prompts; at most {MAX_PROMPTS} are accepted"
+        count = len(given.prompts)
+        if count * given.n > MAX_CHOICES:
+            message = f"prompt has {count} prompts; at most {MAX_CHOICES // given.n} are accepted"
+            if given.n > 1:
+                message += f" with n {given.n}"
             raise ClientError("invalid_value", message, param="prompt")
         names = ["prompt"] if len(given.prompts) == 1 else [f"prompt[{index}]" for index in range(len(given.prompts))]
         return given, [self._token_ids(prompt, name) for prompt, name in zip(given.prompts, names, strict=True)]
@@ -94,140 +92,114 @@ class _Shape:
     """The fields that all parts of one response have in common."""
 
     model: str
+    fingerprint: str
+    shown: Shown
     id: str = field(default_factory=lambda: new_id("cmpl-"))
     created: int = field(default_factory=unix_time)
 
-    def whole(self, completions: Sequence[Completion]) -> bytes:
-        choices = [_choice(index, each.text, each.finish_reason.value) for index, each in enumerate(completions)]
-        return json.dumps({**self._head(choices), "usage": _usage(completions)}).encode()
+    def whole(self, results: Sequence[Result], usage: Usage) -> bytes:
+        choices = [self._choice(index, *result) for index, result in enumerate(results)]
+        return json.dumps(self._ending(choices, usage, [result.completion for result in results])).encode()
 
-    def frame(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return f"data: {json.dumps({**self._head(choices), **more})}\n\n".encode()
+    def last_frame(self, usage: Usage, completions: Sequence[Completion]) -> bytes:
+        """Render the event without choices that has the usage and the timings; b"" if neither is asked for."""
+        is_due = self.shown.usage or self.shown.timings
+        return f"data: {json.dumps(self._ending([], usage, completions))}\n\n".encode() if is_due else b""
 
-    def _head(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def head(self) -> dict[str, Any]:
         head = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
-        return {**head, "choices": choices}
+        return {**head, "system_fingerprint": self.fingerprint}
+
+    def _ending(self, choices: list[dict[str, Any]], usage: Usage, completions: Sequence[Completion]) -> dict[str, Any]:
+        shown = {**self.head(), "choices": choices, "usage": usage_json(usage)}
+        return {**shown, "timings": timings_json(completions)} if self.shown.timings else shown
+
+    def _choice(self, index: int, completion: Completion, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "text": completion.text,
+            "logprobs": None,
+            "finish_reason": completion.finish_reason.value,
+            "stop_reason": completion.stop_reason,
+        }
+        ids = {"token_ids": completion.token_ids, "prompt_token_ids": prompt_token_ids}
+        return {**choice, **ids} if self.shown.token_ids else choice
 
 
-def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+class _Frames:
+    """Renders the events of one choice of a stream; the parts that they have in common are rendered once."""
+
+    __slots__ = ("_after", "_before", "_num_prompt_tokens", "_num_tokens", "_prompt", "_shown", "reads_text_only")
+
+    def __init__(self, shape: _Shape, index: int) -> None:
+        self._shown = shape.shown
+        self._num_prompt_tokens = self._num_tokens = 0
+        self._prompt: Sequence[int] | None = None  # until it was shown, if asked for
+        head = json.dumps(shape.head())[:-1]
+        self._before = f'data: {head}, "choices": [{{"index": {index}, "text": '.encode()
+        self._after = b', "logprobs": null, "finish_reason": null}]'
+        self._after += b', "usage": null}\n\n' if shape.shown.usage else b"}\n\n"
+        self.reads_text_only = not (shape.shown.token_ids or shape.shown.running_usage)
+
+    def opening(self, prompt_token_ids: Sequence[int]) -> bytes:
+        self._num_prompt_tokens = len(prompt_token_ids)
+        self._prompt = prompt_token_ids if self._shown.token_ids else None
+        return b""
+
+    def text(self, text: str) -> bytes:
+        return self._before + encode_basestring_ascii(text).encode() + self._after if text else b""
+
+    def delta(self, chunk: Chunk) -> bytes:
+        if self.reads_text_only:
+            return self.text(chunk.text)
+        self._num_tokens += len(chunk.token_ids)
+        is_shown = chunk.text or (self._shown.token_ids and chunk.token_ids)
+        return self._frame(chunk.text, chunk.token_ids) if is_shown else b""
+
+    def end(self, completion: Completion) -> bytes:
+        return self._frame("", (), completion)
+
+    def _frame(self, text: str, token_ids: Sequence[int], completion: Completion | None = None) -> bytes:
+        """Render an event; the last one has the `completion`."""
+        choice: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+        if completion is not None:
+            choice |= {"finish_reason": completion.finish_reason.value, "stop_reason": completion.stop_reason}
+        if self._shown.token_ids:
+            choice["token_ids"] = token_ids
+        if self._prompt is not None:
+            choice["prompt_token_ids"], self._prompt = self._prompt, None
+        usage = ""
+        if self._shown.running_usage:
+            usage = f', "usage": {json.dumps(running_usage(self._num_prompt_tokens, self._num_tokens))}'
+        elif self._shown.usage:
+            usage = ', "usage": null'
+        shown = f"{encode_basestring_ascii(text)}, {json.dumps(choice)[1:]}]{usage}}}\n\n"
+        return self._before + shown.encode()
 
 
-def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
-    """The sums over all answers."""
-    usages = [completion.usage for completion in completions]
-    return usage_json(
-        Usage(
-            prompt_tokens=sum(usage.prompt_tokens for usage in usages),
-            completion_tokens=sum(usage.completion_tokens for usage in usages),
-            cached_tokens=sum(usage.cached_tokens for usage in usages),
-            queue_time=0.0,
-            prefill_time=0.0,
-        )
-    )
+class _Answers(Choices):
+    """The answers of one request."""
 
-
-class _Answers:
-    """The answers of one request, each in a session of its own. All end when one of them fails."""
+    _names = MappingProxyType({"grammar": "structured_outputs"})
 
     def __init__(
         self,
         engine: Engine,
         in_flight: InFlight,
         given: CompletionRequest,
-        prompts: list[list[int]],
+        prompts: Sequence[list[int]],
         model: str,
         request: HttpRequest,
         headers: Headers,
     ) -> None:
-        self._engine = engine
-        self._in_flight = in_flight
-        self._prompts = prompts
-        self._params = salted(given.params, request.cache_salt)
-        self._include_usage = given.include_usage
-        self._request_id = given.request_id
-        self._shape = _Shape(model)
-        self._headers = headers  # of a whole response
-        self._sessions: list[Session] = []
-        self._completions: dict[int, Completion] = {}
-        self._failure: Exception | None = None  # the first one
-        self._first_admitted = trio.Event()  # the other prompts wait for slots behind the first one
+        self._shape = _Shape(model, fingerprint(engine, model), given.shown)
+        super().__init__(engine, in_flight, given, prompts, self._shape.id, request, headers)
 
-    async def whole(self, body: Body) -> HttpResponse:
-        """Run all prompts, and return their answers in one piece."""
-        await self._run_all(body, streams=False)
-        return HttpResponse(200, self._shape.whole(self._in_order), headers=self._headers)
+    def _rendered(self, results: Sequence[Result], usage: Usage) -> bytes:
+        return self._shape.whole(results, usage)
 
-    async def stream(self, body: Body) -> None:
-        """Run all prompts, and send chunks as they come. Errors after the first piece are sent in the stream."""
-        try:
-            await self._run_all(body, streams=True)
-        except Exception as exc:
-            if not body.started:
-                raise
-            if not isinstance(exc, (ClientError, EngineError, RequestAborted)):
-                logger.exception("%s crashed", self._shape.id)
-            await body.send(error_frames(problem_of(exc)), is_last=True)
-            return
-        usage = self._shape.frame([], usage=_usage(self._in_order)) if self._include_usage else b""
-        await body.send(usage + DONE, is_last=True)
+    def _frames(self, index: int) -> _Frames:
+        return _Frames(self._shape, index)
 
-    @property
-    def _in_order(self) -> list[Completion]:
-        return [self._completions[index] for index in range(len(self._completions))]
-
-    async def _run_all(self, body: Body, *, streams: bool) -> None:
-        SESSION.set(self._shape.id)  # until the connection's next request, so that the access log has it as well
-        body.on_disconnect = partial(self._end_all, Cause.DISCONNECT)
-        prompts, self._prompts = self._prompts, []
-        async with trio.open_nursery() as nursery:
-            for index, prompt in enumerate(prompts):
-                nursery.start_soon(self._run, index, prompt, body if streams else None)
-        if self._failure is not None:
-            raise self._failure
-
-    def _end_all(self, cause: Cause) -> None:
-        for session in self._sessions:
-            session.end(cause)
-
-    async def _run(self, index: int, prompt: list[int], body: Body | None) -> None:
-        """Answer one prompt; its failure ends the others, between two pieces."""
-        try:
-            if index:
-                await self._first_admitted.wait()
-            if self._failure is None:
-                await self._answer(index, prompt, body)
-        except Exception as exc:
-            self._failure = self._failure or exc
-            self._end_all(Cause.CLIENT)
-        finally:
-            self._first_admitted.set()
-
-    async def _answer(self, index: int, prompt: list[int], body: Body | None) -> None:
-        ids = filter(None, (self._shape.id, REQUEST_ID.get(), self._request_id))  # for /abort_request
-        label = f"{self._shape.id}-{index}"
-        wait = None if index else False  # the others wait for slots where the first one got one
-        try:
-            session = self._engine.open_session(label=label, wait=wait)
-            self._sessions.append(session)
-            async with session:
-                generation = session.generate(prompt, self._params, wait=wait)
-                with self._in_flight.running(ids, generation):
-                    async with generation:
-                        self._first_admitted.set()
-                        if body is None:
-                            await generation.wait_settled()
-                        else:
-                            async for chunk in generation:
-                                await self._send(body, index, chunk.text)
-                        completion = finished(generation)
-        except RequestRejected as exc:
-            raise in_fields(exc, {"grammar": "structured_outputs"}) from None
-        self._completions[index] = completion
-        if body is not None:
-            await self._send(body, index, "", completion.finish_reason.value)
-
-    async def _send(self, body: Body, index: int, text: str, finish_reason: str | None = None) -> None:
-        if text or finish_reason is not None:
-            more = {"usage": None} if self._include_usage else {}
-            await body.send(self._shape.frame([_choice(index, text, finish_reason)], **more))
+    def _last_frame(self, usage: Usage, completions: Sequence[Completion]) -> bytes:
+        return self._shape.last_frame(usage, completions)

@@ -17,7 +17,7 @@ from trioengine.serve.ids import unix_time
 from trioengine.serve.parsing import in_thread_if, load_body
 from trioengine.serve.reading import read, unknown_names
 from trioengine.serve.requests import DetokenizeRequest, TokenizeRequest
-from trioengine.serve.responses import DetokenizeResponse, ModelList, TokenizeResponse
+from trioengine.serve.responses import DetokenizeResponse, ModelList, TokenizeResponse, TokenizerInfo
 from trioengine.serve.responses import Model as ModelResponse
 from trioengine.serve.routes import BELOW, Operation, Routes, get, post
 from trioengine.serve.unknown_fields import UnknownFields
@@ -36,6 +36,7 @@ _TOKENIZE = Operation(
     responses={200: TokenizeResponse},
     errors=(404, 422),
 )
+_INFO = Operation("Describe the tokenizer", responses={200: TokenizerInfo})
 _DETOKENIZE = Operation(
     "Convert token ids to a text",
     body=DetokenizeRequest,
@@ -51,6 +52,7 @@ def model_routes(engine: Engine, model: str, unknown_fields: UnknownFields) -> R
     return {
         MODELS: get(models.list, _LIST),
         f"{MODELS}/{BELOW}": get(models.retrieve, _RETRIEVE),
+        "/tokenizer_info": get(tokenization.info, _INFO),
         "/tokenize": post(tokenization.tokenize, _TOKENIZE),
         "/detokenize": post(tokenization.detokenize, _DETOKENIZE),
     }
@@ -96,6 +98,20 @@ class Tokenization:
 
     async def tokenize(self, request: HttpRequest) -> HttpResponse:
         return await self._run(request, TokenizeRequest, self._tokenize)
+
+    async def info(self, request: HttpRequest) -> HttpResponse:
+        tokenizer, max_model_len = self._engine.tokenizer, self._engine.limits.max_model_len
+        strings, ends = tokenizer.tokenizer.token_string, self._engine.runtime.model.eos_token_ids
+        special = sorted((token_id, text) for text, token_id in tokenizer.tokenizer.special_tokens.items())
+        shown = {
+            "tokenizer_class": type(tokenizer.tokenizer).__name__,
+            "chat_template": tokenizer.template_source or None,
+            "vocab_size": tokenizer.tokenizer.vocab_size,
+            "model_max_length": max_model_len,
+            "eos_token": strings(next(iter(ends))) if len(ends) == 1 else None,
+            "added_tokens_decoder": {str(id): {"content": text, "special": True} for id, text in special},
+        }
+        return json_response(200, shown)
 
     async def detokenize(self, request: HttpRequest) -> HttpResponse:
         return await self._run(request, DetokenizeRequest, self._detokenize)

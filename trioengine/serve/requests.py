@@ -24,6 +24,7 @@ from trioengine.core.sampling_params import (
 MAX_ID = 128  # characters
 MAX_METADATA = 16  # members
 MAX_TOOLS = 128
+MAX_N = 16
 
 
 def _bounds(name: str, description: str = "") -> Meta:
@@ -33,6 +34,7 @@ def _bounds(name: str, description: str = "") -> Meta:
 
 
 _TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+_N: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_N, description="Choices for each prompt; 1 by default.")]
 
 
 # ---- messages ------------------------------------------------------------------------------------------------------
@@ -197,6 +199,7 @@ class ToolChoice(Struct):
 
 class StreamOptions(Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: Annotated[bool | None, Meta(description="The usage so far in every event.")] = None
 
 
 class ChatCompletionRequest(Sampling, kw_only=True):
@@ -208,8 +211,12 @@ class ChatCompletionRequest(Sampling, kw_only=True):
     max_tokens: Annotated[int, _bounds("max_tokens")] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, _bounds("logprobs")] | None = None
+    n: _N | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: Annotated[bool | None, Meta(description="Also of the prompt.")] = None
+    return_tokens_as_token_ids: Annotated[bool | None, Meta(description='Tokens of logprobs as "token_id:N".')] = None
+    timings_per_token: Annotated[bool | None, Meta(description="Adds `timings` at the end.")] = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     tools: Annotated[
@@ -229,8 +236,12 @@ class CompletionBody(Sampling, kw_only=True):
     prompt: str | Annotated[list[str | _TokenId | Annotated[list[_TokenId], Meta(min_length=1)]], _PROMPTS]
     model: str | None = None
     max_tokens: Annotated[int, _bounds("max_tokens", "16 by default")] | None = None
+    n: _N | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: Annotated[bool | None, Meta(description="Also of the prompt.")] = None
+    return_tokens_as_token_ids: Annotated[bool | None, Meta(description='Tokens of logprobs as "token_id:N".')] = None
+    timings_per_token: Annotated[bool | None, Meta(description="Adds `timings` at the end.")] = None
     structured_outputs: StructuredOutputs | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID, description="for /abort_request")] | None = None
 

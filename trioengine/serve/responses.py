@@ -11,7 +11,7 @@ from trioengine.core.lifecycle import Power
 from trioengine.core.power import Tag
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]
-_Index: TypeAlias = Annotated[int, Meta(ge=0, le=0, description="Always 0: there is one choice.")]
+_Index: TypeAlias = Annotated[int, Meta(ge=0, description="Of the choice.")]
 _Time: TypeAlias = Annotated[int, Meta(description="Seconds since 1970.")]
 _FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
@@ -44,7 +44,9 @@ class Usage(Struct):
     prompt_tokens: _Count
     completion_tokens: Annotated[int, Meta(ge=0, description="The end token included.")]
     total_tokens: _Count
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: Annotated[PromptTokensDetails, Meta(description="Not in the usage so far.")] | UnsetType = (
+        UNSET
+    )
 
 
 class TopLogprob(Struct):
@@ -80,20 +82,54 @@ class AnswerMessage(Struct):
     tool_calls: list[AnswerCall] | UnsetType = UNSET
 
 
+class Timings(Struct):
+    """llama.cpp's times of the prompt and of the answer; of several choices, of the one that took longest."""
+
+    cache_n: Annotated[int, Meta(ge=0, description="Tokens of the prompt found in the prefix cache.")]
+    prompt_n: Annotated[int, Meta(ge=0, description="Computed tokens of the prompt.")]
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: _Count
+    predicted_ms: Annotated[float, Meta(description="From the first token to the last.")]
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
+_TokenIds: TypeAlias = Annotated[list[_Count], Meta(description="With return_token_ids only.")]
+_StopReason: TypeAlias = Annotated[int | str | None, Meta(description="The stop string or stop token that ended it.")]
+
+
+class _Response(Struct, kw_only=True):
+    """The fields that all responses with choices, and the events of their streams, have in common."""
+
+    id: Annotated[str, Meta(description="For /abort_request.")]
+    created: _Time
+    model: str
+    system_fingerprint: Annotated[str, Meta(description="A hash of the model, its weights, and the code.")]
+    timings: Annotated[Timings, Meta(description="With timings_per_token only.")] | UnsetType = UNSET
+
+
+class _Chunk(_Response, kw_only=True):
+    usage: (
+        Annotated[Usage | None, Meta(description="With include_usage or continuous_usage_stats only.")] | UnsetType
+    ) = UNSET
+
+
 class Choice(Struct):
     index: _Index
     message: AnswerMessage
     logprobs: Logprobs | None
     finish_reason: _FinishReason
+    stop_reason: _StopReason
+    token_ids: _TokenIds | UnsetType = UNSET
 
 
-class ChatCompletion(Struct):
-    id: Annotated[str, Meta(description="For /abort_request.")]
+class ChatCompletion(_Response, kw_only=True):
     object: Literal["chat.completion"]
-    created: _Time
-    model: str
-    choices: Annotated[list[Choice], Meta(min_length=1, max_length=1)]
+    choices: Annotated[list[Choice], Meta(min_length=1)]
     usage: Usage
+    prompt_token_ids: _TokenIds | UnsetType = UNSET
 
 
 class FunctionDelta(Struct):
@@ -119,54 +155,50 @@ class ChunkChoice(Struct):
     delta: Delta
     logprobs: Logprobs | None
     finish_reason: _FinishReason | None
+    stop_reason: _StopReason | UnsetType = UNSET
+    token_ids: _TokenIds | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Struct):
+class ChatCompletionChunk(_Chunk, kw_only=True):
     """An event of a stream."""
 
-    id: Annotated[str, Meta(description="For /abort_request.")]
     object: Literal["chat.completion.chunk"]
-    created: _Time
-    model: str
     choices: Annotated[list[ChunkChoice], Meta(max_length=1)]
-    usage: Annotated[Usage | None, Meta(description="With include_usage only.")] | UnsetType = UNSET
+    prompt_token_ids: _TokenIds | UnsetType = UNSET
 
 
 # ---- completions ---------------------------------------------------------------------------------------------------
 
 
-class CompletionChoice(Struct):
-    index: Annotated[int, Meta(ge=0, description="Of the prompt.")]
+class _CompletionText(Struct, kw_only=True):
+    index: Annotated[int, Meta(ge=0, description="Of the choice: the choices of a prompt follow each other.")]
     text: str
     logprobs: None
+    token_ids: _TokenIds | UnsetType = UNSET
+    prompt_token_ids: _TokenIds | UnsetType = UNSET
+
+
+class CompletionChoice(_CompletionText, kw_only=True):
     finish_reason: Literal["stop", "length"]
+    stop_reason: _StopReason
 
 
-class TextCompletion(Struct):
-    id: Annotated[str, Meta(description="For /abort_request.")]
+class TextCompletion(_Response, kw_only=True):
     object: Literal["text_completion"]
-    created: _Time
-    model: str
     choices: Annotated[list[CompletionChoice], Meta(min_length=1)]
     usage: Usage
 
 
-class CompletionPiece(Struct):
-    index: Annotated[int, Meta(ge=0, description="Of the prompt.")]
-    text: str
-    logprobs: None
+class CompletionPiece(_CompletionText, kw_only=True):
     finish_reason: Literal["stop", "length"] | None
+    stop_reason: _StopReason | UnsetType = UNSET
 
 
-class TextCompletionChunk(Struct):
+class TextCompletionChunk(_Chunk, kw_only=True):
     """An event of a stream."""
 
-    id: Annotated[str, Meta(description="For /abort_request.")]
     object: Literal["text_completion"]
-    created: _Time
-    model: str
     choices: Annotated[list[CompletionPiece], Meta(max_length=1)]
-    usage: Annotated[Usage | None, Meta(description="With include_usage only.")] | UnsetType = UNSET
 
 
 # ---- the model and its tokenizer -----------------------------------------------------------------------------------
@@ -193,6 +225,20 @@ class TokenizeResponse(Struct):
     max_model_len: _Count
     tokens: list[_Count]
     token_strs: Annotated[list[str] | None, Meta(description="With return_token_strs only.")]
+
+
+class AddedToken(Struct):
+    content: str
+    special: bool
+
+
+class TokenizerInfo(Struct):
+    tokenizer_class: str
+    chat_template: Annotated[str | None, Meta(description="Null if the model has none.")]
+    vocab_size: _Count
+    model_max_length: Annotated[int, Meta(ge=0, description="Tokens of the context.")]
+    eos_token: Annotated[str | None, Meta(description="Null if the model has none, or several.")]
+    added_tokens_decoder: Annotated[dict[str, AddedToken], Meta(description="Special tokens, by their ids.")]
 
 
 class DetokenizeResponse(Struct):

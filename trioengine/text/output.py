@@ -15,15 +15,27 @@ _MAX_PENDING = 16  # tokens; more than one character takes with byte fallback
 class OutputText:
     """Converts output tokens to text: `token_ids` are the tokens taken, `texts` the pieces that they added."""
 
-    __slots__ = ("_detokenizer", "_end_token_ids", "_matcher", "_min_tokens", "texts", "token_ids")
+    __slots__ = (
+        "_detokenizer",
+        "_end_token_ids",
+        "_matcher",
+        "_min_tokens",
+        "_stop_token_ids",
+        "stop_reason",
+        "texts",
+        "token_ids",
+    )
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
         self.token_ids: TokenIds = token_ids()
         self.texts: list[str] = []  # never empty strings
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._matcher = StopMatcher(params.stop) if params.stop else None
+        self.stop_reason: int | str | None = None  # the stop string, or the stop token, that ended the answer
         self._min_tokens = params.min_tokens  # a stop string that ends before is ignored
-        self._end_token_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
+        eos = frozenset(() if params.ignore_eos else eos_token_ids)
+        self._stop_token_ids = frozenset(params.stop_token_ids) - eos
+        self._end_token_ids = self._stop_token_ids | eos
 
     @property
     def text(self) -> str:
@@ -56,6 +68,7 @@ class OutputText:
             return True
         if ended:
             self.token_ids.append(ids[-1])
+            self.stop_reason = ids[-1] if ids[-1] in self._stop_token_ids else None
         return False
 
     def flush(self) -> bool:
@@ -71,7 +84,9 @@ class OutputText:
     def _match(self, matcher: StopMatcher, piece: str) -> tuple[str, bool]:
         if len(self.token_ids) < self._min_tokens:
             return matcher.ignore(piece), False
-        return matcher.feed(piece)
+        text, stopped = matcher.feed(piece)
+        self.stop_reason = matcher.found
+        return text, stopped
 
 
 class Detokenizer:
@@ -136,6 +151,7 @@ class StopMatcher:
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
         self._held = ""
+        self.found: str | None = None
 
     def feed(self, piece: str) -> tuple[str, bool]:
         """Return the text that is certain, and whether a stop string is complete: then the text ends right before it.
@@ -144,10 +160,11 @@ class StopMatcher:
         """
         text, seen = self._held + piece, len(self._held)  # an end within the seen part was ignored
         places = [(stop, text.find(stop, max(0, seen + 1 - len(stop)))) for stop in self._stops]
-        ends = [(at + len(stop), at) for stop, at in places if at >= 0]
+        ends = [(at + len(stop), at, stop) for stop, at in places if at >= 0]
         if ends:
             self._held = ""
-            return text[: min(ends)[1]], True
+            _, at, self.found = min(ends)
+            return text[:at], True
         return self.ignore(piece), False
 
     def ignore(self, piece: str) -> str:

@@ -200,7 +200,7 @@ PROBES: Mapping[str, Probe] = {
     ),
     "too hot": _bad_field("temperature", "invalid_value", temperature=101),
     "a text for a number": _bad_field("max_tokens", "invalid_type", max_tokens="1"),
-    "two choices": _bad_field("n", "unsupported_parameter", n=2),
+    "too many choices": _bad_field("n", "invalid_value", n=17),
     "no stream": _bad_field("stream_options", "invalid_value", stream_options={"include_usage": True}),
     "odd option": _bad_field(
         "stream_options.include_obfuscation",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,6 +122,7 @@ class Given:
 def _check_ids(found: Mapping[str, Any], name: str, model: str) -> None:
     assert found["object"] == name and found["model"] == model, f"no {name} of {model}: {found}"
     assert str(found["id"]).startswith("chatcmpl-") and isinstance(found["created"], int), f"its id: {found}"
+    assert re.fullmatch("fp_[0-9a-f]{12}", found["system_fingerprint"]), f"its fingerprint: {found}"
 
 
 def _check_usage(usage: object) -> dict[str, Any]:
@@ -142,10 +144,12 @@ def _logprobs(found: object, top: int | None) -> list[dict[str, Any]]:
 
 def check_whole(body: Mapping[str, Any], model: str, top: int | None) -> Given:
     """Check a chat.completion, and return the answer in it."""
-    has_fields(body, ("id", "object", "created", "model", "choices", "usage"), "a completion")
+    has_fields(body, ("id", "object", "created", "model", "system_fingerprint", "choices", "usage"), "a completion")
     _check_ids(body, "chat.completion", model)
     assert len(body["choices"]) == 1, f"the choices are {body['choices']}"
-    choice = has_fields(body["choices"][0], ("index", "message", "logprobs", "finish_reason"), "a choice")
+    choice = has_fields(
+        body["choices"][0], ("index", "message", "logprobs", "finish_reason", "stop_reason"), "a choice"
+    )
     message = has_fields(choice["message"], ("role", "content", "refusal"), "a message")
     assert (choice["index"], message["role"], message["refusal"]) == (0, "assistant", None), f"it is {choice}"
     return Given(
@@ -206,7 +210,7 @@ class ChatStream:
         self._take_chunk(event)
 
     def _take_chunk(self, event: Mapping[str, Any]) -> None:
-        names = ("id", "object", "created", "model", "choices")
+        names = ("id", "object", "created", "model", "system_fingerprint", "choices")
         has_fields(event, (*names, "usage") if self._has_usage else names, "a chunk")
         _check_ids(event, "chat.completion.chunk", self._model)
         common, is_first = (event["id"], event["created"]), self._common is None
@@ -218,7 +222,8 @@ class ChatStream:
             return
         assert event.get("usage") is None, f"a usage before the end: {event}"
         (choice,) = event["choices"]
-        has_fields(choice, ("index", "delta", "logprobs", "finish_reason"), "a choice")
+        shown = ("index", "delta", "logprobs", "finish_reason")
+        has_fields(choice, shown if choice.get("finish_reason") is None else (*shown, "stop_reason"), "a choice")
         assert choice["index"] == 0, f"another index: {event}"
         self._take_choice(choice, is_first=is_first)
 
