@@ -115,8 +115,8 @@ class Completion(Restricted, refuses=("for", "async for")):
 
     `resumed` counts how often the request went on with another worker after one was lost, `weight_versions` lists the
     versions of the weights it was computed with, in their order; over the network they are 0 and (). `dropped_turns`
-    counts the oldest turns that were left out of the prompt. `prompt_logprobs` are also None if the request ended before
-    its prompt was computed.
+    counts the oldest turns that were left out of the prompt. `prompt_logprobs` are also None if the request
+    ended before its prompt was computed.
     """
 
     _noun = "a completion"

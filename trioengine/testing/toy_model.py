@@ -223,7 +223,7 @@ def toy_logprobs(token_id: int, top: int) -> dict[int, float]:
 
 
 def toy_prompt_logprobs(token_ids: Iterable[int], top: int) -> list[dict[int, float]]:
-    """The reference: those of a prompt's tokens but the first one."""
+    """The reference: the logprobs of a prompt's tokens but the first one."""
     return [toy_logprobs(token_id, top) for token_id in list(token_ids)[1:]]
 
 

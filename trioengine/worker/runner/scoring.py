@@ -28,7 +28,7 @@ def with_scores(
     A sequence whose logits are not finite fails.
     """
     rows = iter(sampled)
-    parts = iter(hidden.split([len(entry.scores) for entry in output.scheduled]))
+    parts = iter(torch.split(hidden, [len(entry.scores) for entry in output.scheduled]))
     found = (_scored(entry, rows, next(parts), logits_of, vocab_size) for entry in output.scheduled)
     return [row for row in found if row is not None]
 
