@@ -48,6 +48,7 @@ BAD_PARAMS = {
         *[{1: value} for value in NO_NUMBERS],
     ],
     "logprobs": [-1, 21, *NO_INTEGERS],
+    "prompt_logprobs": [-1, 21, *NO_INTEGERS],
     "cache_salt": [3, None, b"x", "x" * 257, "half \ud800"],
     "grammar": ["[a-z]", {}, 3],
 }
@@ -60,6 +61,7 @@ OPTIONAL = {
     "repetition_penalty",
     "seed",
     "logprobs",
+    "prompt_logprobs",
     "grammar",
     "chat_template",
     "max_model_len",
@@ -183,6 +185,7 @@ LEAST = {
     "min_tokens": 0,
     "logit_bias": {0: -100},
     "logprobs": 0,
+    "prompt_logprobs": 0,
 }
 MOST = {
     "max_tokens": 2**31 - 1,
@@ -198,6 +201,7 @@ MOST = {
     "logit_bias": {2**31 - 1: 100},
     "stop_token_ids": (0, 2**31 - 1),
     "logprobs": 20,
+    "prompt_logprobs": 20,
 }
 
 

@@ -76,7 +76,8 @@ def step(runner, output, found):
     with torch.inference_mode():
         runner.cache.copy_blocks(output.copies)
         batch = make_batch(output, runner.info.block_size, runner.model.device)
-        logits = runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache))
+        hidden = runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache))
+        logits = runner.model.logits(hidden)
         sampled = sample(logits, [entry.sequence for entry in output.scheduled if entry.samples])
     for row, token in zip(logits, sampled, strict=True):
         answer = found[token.request]

@@ -76,7 +76,8 @@ class Driver:
                 embeddings=self.embedded(batch, sequence.token_ids[:before]),
                 sample_rows=torch.tensor([count - 1]),
             )
-            return int(runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache))[0].argmax())
+            hidden = runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache))
+            return int(runner.model.logits(hidden)[0].argmax())
 
     def embedded(self, batch, before):
         image_token = self.runner.processing.image_token_id

@@ -15,8 +15,8 @@ from trioengine.aio.concurrency import Deadline
 from trioengine.core.errors import EngineError, Outcome, RequestRejected, SamplingFailed
 from trioengine.core.ledger import RequestState
 from trioengine.core.messages import INVALID_GRAMMAR, SAMPLING_FAILED, AddMessage, RequestFailed, TokensRow
-from trioengine.core.sampling_params import ResolvedParams, SamplingParams
-from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Logprobs, Usage
+from trioengine.core.sampling_params import ResolvedParams, SamplingParams, replace_valid
+from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Logprobs, PromptLogprobs, Usage
 from trioengine.text.chat_tokenizer import PlacedImage
 from trioengine.text.conversation import Conversation, Prepared
 from trioengine.text.output import OutputText
@@ -76,8 +76,10 @@ class Request(ReadableRequest):
         self.times = RequestTimes(observers)
         self.session = session
         self._logprobs: list[Logprobs] = []  # one a token, if asked for
+        self._prompt_logprobs: list[Logprobs | None] = [None]  # of the first tokens of the prompt, if asked for
         self._num_tokens_read = 0
         self._num_texts_read = 0
+        self._has_read_prompt = False  # its logprobs
 
     # ---- the reader's side ------------------------------------------------------------------------------------------
 
@@ -93,14 +95,18 @@ class Request(ReadableRequest):
     def has_unread(self) -> bool:
         output = self.output
         return output is not None and (
-            self._num_tokens_read < len(output.token_ids) or self._num_texts_read < len(output.texts)
+            self._num_tokens_read < len(output.token_ids)
+            or self._num_texts_read < len(output.texts)
+            or (self._has_prompt_logprobs and not self._has_read_prompt)
         )
 
     def read_nowait(self) -> Chunk:
         first = self._num_tokens_read
+        prompt_logprobs = None if self._has_read_prompt else self.prompt_logprobs
         text = self.read_text_nowait()
         ids = tuple(self.output.token_ids[first:]) if self.output is not None else ()
-        return Chunk(text, ids, tuple(self._logprobs[first:]) if self.params.logprobs is not None else None)
+        logprobs = tuple(self._logprobs[first:]) if self.params.logprobs is not None else None
+        return Chunk(text, ids, logprobs, prompt_logprobs)
 
     def read_text_nowait(self) -> str:
         output = self.output
@@ -108,7 +114,18 @@ class Request(ReadableRequest):
             return ""
         texts = output.texts[self._num_texts_read :]
         self._num_tokens_read, self._num_texts_read = len(output.token_ids), len(output.texts)
+        self._has_read_prompt = self._has_prompt_logprobs
         return "".join(texts)
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Of all tokens of the prompt; None if they were not asked for, or did not all come."""
+        return tuple(self._prompt_logprobs) if self._has_prompt_logprobs else None
+
+    @property
+    def _has_prompt_logprobs(self) -> bool:
+        is_asked = self.params.prompt_logprobs is not None
+        return is_asked and 0 < self.num_prompt_tokens == len(self._prompt_logprobs)
 
     def abort(self, cause: Cause) -> bool:
         return self.session.abort_request(self, cause)
@@ -135,6 +152,7 @@ class Request(ReadableRequest):
             dropped_turns=prepared.dropped_turns if prepared is not None else 0,
             stop_reason=output.stop_reason if output is not None else None,
             decode_time=self.times.decode_time,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
     # ---- the session's side -----------------------------------------------------------------------------------------
@@ -155,9 +173,15 @@ class Request(ReadableRequest):
         return len(self.output.token_ids) if self.output is not None else 0
 
     def message(self, session: int, base: int, mint: Callable[[], int]) -> AddMessage:
-        """ADD_MESSAGE of the prompt and the delivered part of the answer, after the first `base` tokens."""
+        """ADD_MESSAGE of the prompt and the delivered part of the answer, after the first `base` tokens.
+
+        The logprobs of the prompt, which are there in whole when an answer has begun, are else computed anew.
+        """
         prepared, output, params = self.prepared, self.output, self.resolved
         assert self.id is not None and prepared is not None and output is not None and params is not None
+        if output.token_ids and params.prompt_logprobs is not None:
+            params = replace_valid(params, prompt_logprobs=None)
+        self._prompt_logprobs = self._prompt_logprobs if output.token_ids else [None]
         ids = prepared.token_ids[base:]
         ids.extend(output.token_ids)
         return AddMessage(
@@ -170,6 +194,12 @@ class Request(ReadableRequest):
             num_output=len(output.token_ids),
             images=image_inputs(self.images, params.cache_salt, mint) if self.images else (),
         )
+
+    def receive_prompt(self, row: TokensRow) -> bool:
+        """Take a row's logprobs of the prompt, unless there is an outcome. Returns whether the row has an answer."""
+        if row.prompt_logprobs is not None and self.outcome is None:
+            self._prompt_logprobs.extend(row.prompt_logprobs)
+        return len(row.token_ids) > 0 or row.finish_reason is not None
 
     def receive(self, row: TokensRow, now: float) -> Outcome | None:
         """Take a row's tokens into the answer. Returns the outcome if the row ends it, or completes a stop string."""

@@ -221,8 +221,8 @@ class Runtime:
                     link.post_with(message, payloads)
                 except Exception as exc:
                     crash(exc)
-            case AnswerBegan(session, request, has_tokens):
-                if has_tokens:
+            case AnswerBegan(session, request, is_answer):
+                if is_answer:
                     request.add_weights(self.power.weights.version)
                     self.supervisor.deaths = 0
                 self.recovery.on_progress(session, request)

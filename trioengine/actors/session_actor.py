@@ -49,11 +49,11 @@ _NOT_ENTERED = "the session was not entered: use `async with engine.open_session
 
 @dataclass(frozen=True, slots=True)
 class AnswerBegan:
-    """Effect: the first row of an attachment came; `has_tokens` is False if it is empty, or the request is over."""
+    """Effect: the first row of an attachment came; `is_answer` is False if it is an abort, or the request is over."""
 
     session: SessionActor
     request: Request
-    has_tokens: bool
+    is_answer: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,8 +312,9 @@ class SessionActor:
         """A row of a step, received at `now`."""
         self._attachment.receive(row.token_ids)
         request = self._in_flight()
-        is_first = request.state is not RequestState.RUNNING  # of this attachment
-        if is_first:
+        if not request.receive_prompt(row):
+            return  # the answer has not begun
+        if request.state is not RequestState.RUNNING:  # the first row of this attachment's answer
             self._begin_answer(request, row)
         if request.outcome is None:
             if request.usage is None:
@@ -328,7 +329,8 @@ class SessionActor:
     def _begin_answer(self, request: Request, row: TokensRow) -> None:
         if request.state is RequestState.WAITING:
             self._move(request, RequestState.RUNNING)
-        self._effects.append(AnswerBegan(self, request, len(row.token_ids) > 0 and request.outcome is None))
+        is_answer = row.finish_reason is not FinishReason.ABORT and request.outcome is None
+        self._effects.append(AnswerBegan(self, request, is_answer))
 
     def on_failed(self, message: RequestFailed) -> None:
         """REQUEST_FAILED."""

@@ -41,7 +41,7 @@ Connect = Annotated[str, typer.Option(metavar="URL", help="The server.")]
 AdminKey = Annotated[str | None, typer.Option(help="The server's key for operators.")]
 ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-_NOT_OPTIONS = ("model", "restart_delays", "logit_bias", "logprobs", "cache_salt", "grammar")
+_NOT_OPTIONS = ("model", "restart_delays", "logit_bias", "logprobs", "prompt_logprobs", "cache_salt", "grammar")
 
 
 def options_of(cls: type, panel: str | None, texts: Mapping[str, str] = HELP) -> list[inspect.Parameter]:

@@ -100,9 +100,9 @@ def _image_of(url: str) -> dict[str, str]:
 def response_fields(params: SamplingParams, overflow: Overflow) -> dict[str, Any]:
     """The fields of a response.create: the policy, and the parameters that are not at their defaults.
 
-    Raises RequestRejected for logprobs and a grammar.
+    Raises RequestRejected for logprobs, of the answer or the prompt, and a grammar.
     """
-    for name in ("logprobs", "grammar"):
+    for name in ("logprobs", "prompt_logprobs", "grammar"):
         if getattr(params, name) is not None:
             raise RequestRejected("unsupported_parameter", f"{name} cannot be sent over a connection", param=name)
     changed = {

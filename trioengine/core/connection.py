@@ -242,7 +242,7 @@ class Connection:
             if row.token_ids and not 0 <= min(row.token_ids) <= max(row.token_ids) < self._vocab_size:
                 raise _Violation(f"with a token outside the vocabulary of {self._vocab_size}")
             if row.finish_reason is None:
-                if not row.token_ids:
+                if not row.token_ids and not row.prompt_logprobs:
                     raise _Violation("with a row that has no token and is not the last one")
                 continue
             if row.finish_reason is FinishReason.ERROR:

@@ -157,14 +157,15 @@ class Ready:
 
 @dataclass(slots=True)  # one for each token: a frozen one takes four times as long to make
 class TokensRow:
-    """One sequence's part of a step; its last row has `finish_reason`, its first and its last row have `usage`."""
+    """One sequence's part of a step; its last row has `finish_reason`, `usage` it and the row of the first token."""
 
     session: int
     request: int
-    token_ids: TokenIds  # empty for an abort
+    token_ids: TokenIds  # empty for an abort, before the first token, and where max_tokens is 0
     logprobs: tuple[Logprobs, ...] | None = None  # one a token, when asked for
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    prompt_logprobs: tuple[Logprobs, ...] | None = None  # when asked for, of the next tokens of the prompt, from 1 on
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ class WorkerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One step: a row for each sequence that got a token or ended; none where it only computed parts of prompts."""
+    """One step: a row for each sequence that got a token, logprobs of its prompt or its end; there may be none."""
 
     rows: tuple[TokensRow, ...]
     statistics: WorkerStatistics

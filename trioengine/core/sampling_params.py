@@ -37,11 +37,12 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_CACHE_SALT = 256  # characters
 NUMBERS: Mapping[str, tuple[Callable[..., float], float, float]] = {  # the check and the bounds of each
-    "max_tokens": (integer, 1, MAX_COUNT),
+    "max_tokens": (integer, 0, MAX_COUNT),
     "top_k": (integer, -1, MAX_COUNT),
     "seed": (integer, -MAX_INT64 - 1, MAX_INT64),
     "min_tokens": (integer, 0, MAX_COUNT),
     "logprobs": (integer, 0, MAX_TOP_LOGPROBS),
+    "prompt_logprobs": (integer, 0, MAX_TOP_LOGPROBS),
     "temperature": (number, 0, 100),
     "top_p": (number, 0, 1),
     "min_p": (number, 0, 1),
@@ -50,10 +51,11 @@ NUMBERS: Mapping[str, tuple[Callable[..., float], float, float]] = {  # the chec
     "frequency_penalty": (number, -2, 2),
 }
 _MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # None: the model's default
-_OPTIONAL = ("max_tokens", "seed", "logprobs", *_MODEL_DEFAULTS)
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", *_MODEL_DEFAULTS)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _REQUEST_KEYWORDS = ("keep_partial", "timeout", "wait", "label")  # of `generate`, beside the sampling parameters
 P = ParamSpec("P")
+Params = TypeVar("Params", bound="SamplingParams")
 R = TypeVar("R")
 T = TypeVar("T")
 _set = object.__setattr__  # for fields of frozen instances that are being made
@@ -69,7 +71,8 @@ class SamplingParams:
     Raises RequestRejected(code="invalid_value", param=<field>) for a value outside its range.
     """
 
-    max_tokens: int | None = None  # None: the model's default, else up to the context
+    # None: the model's default, else up to the context; 0, with prompt_logprobs only: the prompt is scored
+    max_tokens: int | None = None
     temperature: float | None = None  # 0: greedy
     top_k: int | None = None  # 0 or -1: all tokens
     top_p: float | None = None  # 0: the best token alone
@@ -84,6 +87,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # number of top alternatives to report beside the chosen token; None: no logprobs
+    prompt_logprobs: int | None = None  # the same for each token of the prompt, which the prefix cache does not shorten
     skip_special_tokens: bool = True  # in the text, not in the token ids
     cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
     grammar: Grammar | None = None  # which the answer follows; where it is complete, the answer ends
@@ -96,6 +100,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 _set(self, name, _checked(name, check, value, low, high))
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise rejected("max_tokens", "must be at least 1 without prompt_logprobs, got 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise rejected("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         for name in ("ignore_eos", "skip_special_tokens"):
@@ -181,7 +187,7 @@ def checked_defaults(given: Mapping[str, object]) -> Mapping[str, float]:
     return {name: getattr(checked, name) for name in given}
 
 
-def replace_valid(params: SamplingParams, **changes: object) -> SamplingParams:
+def replace_valid(params: Params, **changes: object) -> Params:
     """Return a copy with these fields, which are known to be valid, without validation."""
     replaced = copy(params)
     for name, value in changes.items():
@@ -207,6 +213,7 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
     logit_bias: Mapping[int, float]
     logprobs: int | None
+    prompt_logprobs: int | None
     skip_special_tokens: bool
     cache_salt: str
     grammar: Grammar | None

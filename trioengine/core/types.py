@@ -20,6 +20,7 @@ else:
     TokenIds = array  # not subscriptable before Python 3.12
 
 Logprobs: TypeAlias = Mapping[int, float]  # of one position: {token_id: logprob}, the chosen token first
+PromptLogprobs: TypeAlias = tuple[Logprobs | None, ...]  # one a token of the prompt; None for the first one
 token_ids: Callable[..., TokenIds] = partial(array, "i")  # packs an iterable of token ids; without one, none
 
 
@@ -98,12 +99,14 @@ def _refusal(how: str) -> Callable[..., NoReturn]:
 class Chunk(NamedTuple):
     """The next part of an answer; `logprobs` holds one `{token_id: logprob}` a token, if requested.
 
+    `prompt_logprobs` holds one for each token of the prompt, if requested, in the first chunk only.
     Chunks from a server reached over the network have no token ids: `()`.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,8 @@ class Completion(Restricted, refuses=("for", "async for")):
     versions of the weights it was computed with, in their order; over the network they are 0 and (). `dropped_turns`
     counts the oldest turns that were left out of the prompt. `stop_reason` is the stop string or the token of
     `stop_token_ids` that ended the answer, None for another end; `decode_time` is in seconds, from the first token to
-    the last. Over the network they are None and 0.
+    the last. Over the network they are None and 0. `prompt_logprobs` are also None if the request ended before its
+    prompt was computed.
     """
 
     _noun = "a completion"
@@ -132,6 +136,7 @@ class Completion(Restricted, refuses=("for", "async for")):
     dropped_turns: int = 0
     stop_reason: int | str | None = None
     decode_time: float = 0.0
+    prompt_logprobs: PromptLogprobs | None = None
 
     def __repr__(self) -> str:
         ended = str(self.finish_reason) if self.cause is None else f"{self.finish_reason} ({self.cause})"

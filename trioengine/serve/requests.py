@@ -27,10 +27,10 @@ MAX_TOOLS = 128
 MAX_N = 16
 
 
-def _bounds(name: str, description: str = "") -> Meta:
+def _bounds(name: str, description: str = "", least: float | None = None) -> Meta:
     """The bounds of a number among the sampling parameters."""
     _, low, high = NUMBERS[name]
-    return Meta(ge=low, le=high, description=description or None)
+    return Meta(ge=low if least is None else least, le=high, description=description or None)
 
 
 _TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -207,8 +207,8 @@ class ChatCompletionRequest(Sampling, kw_only=True):
 
     messages: Messages
     model: str | None = None
-    max_completion_tokens: Annotated[int, _bounds("max_tokens", "goes before max_tokens")] | None = None
-    max_tokens: Annotated[int, _bounds("max_tokens")] | None = None
+    max_completion_tokens: Annotated[int, _bounds("max_tokens", "goes before max_tokens", 1)] | None = None
+    max_tokens: Annotated[int, _bounds("max_tokens", least=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, _bounds("logprobs")] | None = None
     n: _N | None = None
@@ -235,7 +235,7 @@ class CompletionBody(Sampling, kw_only=True):
 
     prompt: str | Annotated[list[str | _TokenId | Annotated[list[_TokenId], Meta(min_length=1)]], _PROMPTS]
     model: str | None = None
-    max_tokens: Annotated[int, _bounds("max_tokens", "16 by default")] | None = None
+    max_tokens: Annotated[int, _bounds("max_tokens", "16 by default", 1)] | None = None
     n: _N | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

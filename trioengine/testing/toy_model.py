@@ -15,7 +15,7 @@ from typing import TypeAlias
 from trioengine.core.errors import ModelError
 from trioengine.core.grammar import Grammar, GrammarFailed
 from trioengine.core.image import ImageInfo, ImageProcessing
-from trioengine.core.messages import INVALID_GRAMMAR, SAMPLING_FAILED
+from trioengine.core.messages import INVALID_GRAMMAR, SAMPLING_FAILED, TokensRow
 from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.core.types import TokenIds
 from trioengine.hub.model_info import ModelFormat, ModelInfo
@@ -222,6 +222,11 @@ def toy_logprobs(token_id: int, top: int) -> dict[int, float]:
     return {(token_id + rank) % VOCAB_SIZE: -0.5 * (rank + 1) for rank in range(max(top, 1))}
 
 
+def toy_prompt_logprobs(token_ids: Iterable[int], top: int) -> list[dict[int, float]]:
+    """The reference: the logprobs of a prompt's tokens but the first one."""
+    return [toy_logprobs(token_id, top) for token_id in list(token_ids)[1:]]
+
+
 class Crash(Exception):
     """A step that a real worker would not survive."""
 
@@ -305,6 +310,7 @@ class ToyRunner:
                 self._slots[slots[position]] = toy_value(token_id, before)
                 self._salts[slots[position]] = salt
             if not entry.samples:
+                sampled += [self._scored(entry, None)] if entry.scores else []
                 continue
             if sequence.request in self.fail_requests:
                 sampled.append(sequence.failure(SAMPLING_FAILED, "failed on request"))
@@ -319,10 +325,16 @@ class ToyRunner:
                 except GrammarFailed as exc:
                     sampled.append(sequence.failure(INVALID_GRAMMAR, f"grammar: {exc}"))
                     continue
-            sampled.append(sequence.row(token_id, None if top is None else toy_logprobs(token_id, top)))
+            row = sequence.row(token_id, None if top is None else toy_logprobs(token_id, top))
+            sampled.append(self._scored(entry, row) if entry.scores else row)
         self.num_steps += 1
         self.num_computed += output.num_tokens
         return sampled
+
+    @staticmethod
+    def _scored(entry: ScheduledSequence, row: TokensRow | None) -> TokensRow:
+        sequence, top = entry.sequence, entry.sequence.params.prompt_logprobs or 0
+        return sequence.scored_row(row, tuple(toy_logprobs(sequence.token_ids[each], top) for each in entry.scores))
 
     def _begin(self, sequence: Sequence) -> None:
         if sequence not in self._begun:  # else it was preempted

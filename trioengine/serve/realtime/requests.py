@@ -18,7 +18,7 @@ OUT_OF_BAND = "none"  # the conversation of a response that leaves nothing in th
 MAX_EVENT_ID = 512  # characters
 MAX_ITEMS = 4096  # of a conversation, or of the input of a response
 MAX_PARTS = 64  # of an item
-_, _LEAST_TOKENS, _MOST_TOKENS = NUMBERS["max_tokens"]
+_LEAST_TOKENS, _MOST_TOKENS = 1, NUMBERS["max_tokens"][2]
 _ItemId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
 _Position: TypeAlias = Annotated[int, Meta(ge=0)]
 

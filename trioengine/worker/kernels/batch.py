@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -40,6 +41,12 @@ class ForwardBatch:
     num_decodes: int  # sequences with one new token
     block_size: int
     embeddings: EmbeddedRows | None = None  # None: every row has its token's
+    score_rows: Tensor | None = None  # [num_scores], int64: rows before tokens of prompts that get logprobs
+
+    @property
+    def output_rows(self) -> Tensor:
+        """The rows that logits are computed of: those that are sampled, then those that score prompts."""
+        return self.sample_rows if self.score_rows is None else torch.cat([self.sample_rows, self.score_rows])
 
 
 def make_batch(output: SchedulerOutput, block_size: int, device: torch.device) -> ForwardBatch:
@@ -55,6 +62,7 @@ def make_batch(output: SchedulerOutput, block_size: int, device: torch.device) -
     tables = _block_tables(entries, computed + query_lens, block_size)
     slots = tables[sequences, positions // block_size] * block_size + positions % block_size
     last_rows = dict(zip(order, (ends - 1).tolist(), strict=True))
+    starts = ends - query_lens
     samples = [last_rows[i] for i, entry in enumerate(scheduled) if entry.samples]
     return ForwardBatch(
         token_ids=_tensor(_new_token_ids(entries), device),
@@ -66,7 +74,8 @@ def make_batch(output: SchedulerOutput, block_size: int, device: torch.device) -
         context_lens=computed + query_lens,
         num_decodes=int(np.count_nonzero(query_lens == 1)),
         block_size=block_size,
-        embeddings=_embeddings(entries, ends - query_lens, device),
+        embeddings=_embeddings(entries, starts, device),
+        score_rows=_score_rows(scheduled, dict(zip(order, starts.tolist(), strict=True)), device),
     )
 
 
@@ -101,6 +110,17 @@ def _embeddings(entries: list[ScheduledSequence], starts: IntArray, device: torc
             rows += range(first + offset, first + offset + stop - start)
             values.append(cast("Tensor", picture.features[number])[start:stop])
     return EmbeddedRows(_tensor(rows, device), torch.cat(values)) if values else None
+
+
+def _score_rows(
+    scheduled: Sequence[ScheduledSequence], starts: Mapping[int, int], device: torch.device
+) -> Tensor | None:
+    """In the scheduler's order; `starts` are the sequences' first rows."""
+    rows: list[int] = []
+    for index, entry in enumerate(scheduled):
+        before = starts[index] - entry.sequence.num_computed_tokens - 1
+        rows += [before + token for token in entry.scores]
+    return _tensor(rows, device) if rows else None
 
 
 def _tensor(values: list[int], device: torch.device) -> Tensor:

@@ -28,7 +28,11 @@ class Model(Protocol):
     def device(self) -> torch.device: ...
 
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
-        """Compute the batch and store its keys and values: logits [num_samples, vocab_size] of the sampled rows."""
+        """Compute the batch and store its keys and values: hidden states of its `output_rows`, for `logits`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""
         ...
 
 

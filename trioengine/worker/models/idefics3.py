@@ -48,6 +48,10 @@ class Idefics3Model:
         """As LlamaModel's."""
         return self._text.forward(batch, attention)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As LlamaModel's."""
+        return self._text.logits(hidden)
+
     def encode(self, tiles: Tensor) -> Tensor:
         """The embeddings [num_tiles, tokens_per_tile, hidden_size] of uint8 tiles [num_tiles, 3, size, size]."""
         at_once = _CPU_TILES if self.device.type == "cpu" else _GPU_TILES

@@ -54,7 +54,7 @@ class LlamaModel:
         self._layers = [_read_layer(config, f"{prefix}layers.{index}.", weights) for index in range(config.num_layers)]
 
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
-        """Compute the batch and store its keys and values: logits [num_samples, vocab_size] of the sampled rows."""
+        """Compute the batch and store its keys and values: hidden states [num_rows, hidden_size] for `logits`."""
         kernels = self._kernels
         delta = F.embedding(batch.token_ids, self._embedding)  # [num_tokens, hidden_size]
         if batch.embeddings is not None:
@@ -63,11 +63,15 @@ class LlamaModel:
         for index, layer in enumerate(self._layers):
             attended = self._attend(index, layer, kernels.add_norm(hidden, delta, layer.input_norm), batch, attention)
             if layer is self._layers[-1]:  # the last layer's other rows are needed for their keys and values only
-                hidden, attended = (rows.index_select(0, batch.sample_rows) for rows in (hidden, attended))
+                hidden, attended = (rows.index_select(0, batch.output_rows) for rows in (hidden, attended))
             delta = layer.output(attended)
             gate_up = layer.gate_up(kernels.add_norm(hidden, delta, layer.post_attention_norm))
             delta = layer.down(kernels.silu_and_multiply(gate_up))
-        return self._head(kernels.add_norm(hidden, delta, self._norm))
+        return kernels.add_norm(hidden, delta, self._norm)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits [num_rows, vocab_size] of rows that `forward` has returned."""
+        return self._head(hidden)
 
     def _attend(
         self, index: int, layer: LlamaLayer, hidden: Tensor, batch: ForwardBatch, attention: Attention

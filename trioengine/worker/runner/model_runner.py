@@ -17,6 +17,7 @@ from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.models import Model, VisionModel
 from trioengine.worker.runner.model_weights import ModelSpec, ModelWeights, failure_of, give_back, share_one_arena
 from trioengine.worker.runner.sampling import sample
+from trioengine.worker.runner.scoring import with_scores
 from trioengine.worker.scheduling.images import DecodedImage, Tile, TileShape, Vision
 from trioengine.worker.scheduling.sequence import ModelInfo, OnProgress, Sampled, SchedulerOutput
 
@@ -69,15 +70,20 @@ class TorchModelRunner:
         return self._cache
 
     def execute(self, output: SchedulerOutput) -> list[Sampled]:
-        """Compute a step: one entry for each scheduled sequence with `samples`, in their order."""
+        """Compute a step: one entry for each scheduled sequence with `samples` or `scores`, in their order."""
         model, cache = self.model, self.cache
         with torch.inference_mode():
             cache.copy_blocks(output.copies)
             if output.encode:
                 encode_tiles(output.encode, self._vision_model)
             batch = make_batch(output, self._spec.block_size, model.device)
-            logits = model.forward(batch, self._spec.kernels.attention(batch, cache))
-            return sample(logits, [entry.sequence for entry in output.scheduled if entry.samples])
+            hidden = model.forward(batch, self._spec.kernels.attention(batch, cache))
+            num_samples = len(batch.sample_rows)
+            logits = model.logits(hidden[:num_samples])
+            sampled = sample(logits, [entry.sequence for entry in output.scheduled if entry.samples])
+            if batch.score_rows is None:
+                return sampled
+            return with_scores(output, sampled, hidden[num_samples:], model.logits, self.info.vocab_size)
 
     def encode(self, tiles: Tensor) -> Tensor:
         """The embeddings [num_tiles, tokens_per_tile, hidden_size] of uint8 tiles [num_tiles, 3, size, size].

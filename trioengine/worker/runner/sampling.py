@@ -175,14 +175,21 @@ def _logprobs(raw: Tensor, ids: Tensor, sequences: list[Sequence]) -> list[Logpr
     for row, sequence in enumerate(sequences):
         if sequence.params.logprobs is None:
             continue
-        total = raw[row].logsumexp(dim=0)
-        top = raw[row].topk(min(sequence.params.logprobs, raw.shape[1]))
-        chosen = int(ids[row])
-        logprobs = {chosen: float(raw[row, chosen] - total)}
-        for token_id, value in zip(top.indices.tolist(), (top.values - total).tolist(), strict=True):
-            logprobs.setdefault(token_id, value)
-        result[row] = logprobs
+        (result[row],) = logprobs_of(raw[row : row + 1], ids[row : row + 1], sequence.params.logprobs)
     return result
+
+
+def logprobs_of(logits: Tensor, chosen: Tensor, top: int) -> list[Logprobs]:
+    """Log-probabilities in rows of logits [num_rows, vocab_size]: that of `chosen` [num_rows] first, then the best."""
+    totals = logits.logsumexp(dim=-1, keepdim=True)
+    best = logits.topk(min(top, logits.shape[1]))
+    chosen_values = (logits.gather(1, chosen[:, None]) - totals).squeeze(1)
+    found: list[Logprobs] = []
+    for token_id, value, ids, values in zip(
+        chosen.tolist(), chosen_values.tolist(), best.indices.tolist(), (best.values - totals).tolist(), strict=True
+    ):
+        found.append({token_id: value, **{each: v for each, v in zip(ids, values, strict=True) if each != token_id}})
+    return found
 
 
 def changes_logits(sequence: Sequence) -> bool:

@@ -78,13 +78,13 @@ class BlockManager:
         return self.num_blocks - len(self._free) - len(self._cached)
 
     def find_prefix(self, sequence: Sequence) -> Prefix:
-        """The longest prefix of the sequence that is found in the cache, short of its last token; takes no block.
+        """The longest prefix of the sequence that is found in the cache, up to its `max_prefix`; takes no block.
 
         At least one token is left to compute, because the next token is sampled from its logits.
         """
         if not self.enable_prefix_caching:
             return Prefix()
-        last, size = sequence.num_tokens - 1, self.block_size
+        last, size = sequence.max_prefix, self.block_size
         found: list[int] = []
         for index in range(last // size):
             block = self._by_digest.get(self._digest(sequence, index + 1))

@@ -155,8 +155,9 @@ class EngineCore:
     def step(self) -> list[FromWorker]:
         """Schedule, run and apply one step. An exception of the runner passes through and leaves the core unusable.
 
-        One TOKENS with a row for each sequence that sampled, and a REQUEST_FAILED for each that the runner could not
-        sample for, PAYLOAD_CONSUMED for images that are encoded; nothing when there is nothing to do.
+        One TOKENS with a row for each sequence that sampled or got logprobs of its prompt, a REQUEST_FAILED for each
+        that the runner could not compute them for, PAYLOAD_CONSUMED for images that are encoded; nothing when there is
+        nothing to do.
         """
         started = self._clock()
         output = self._scheduler.schedule()
@@ -172,12 +173,12 @@ class EngineCore:
         rows: list[TokensRow] = []
         failures: list[FromWorker] = []
         for sequence, row in zip(self._scheduler.update(output, sampled), sampled, strict=True):
-            if sequence.first_token_at is None:
-                sequence.first_token_at = now
             if isinstance(row, RequestFailed):
                 failures.append(row)
             else:
                 rows.append(row)
+                if sequence.first_token_at is None and (row.token_ids or row.finish_reason is not None):
+                    sequence.first_token_at = now
                 if row.finish_reason is not None or sequence.num_output_tokens == 1:
                     row.usage = sequence.usage(now)
             if sequence.status is SequenceStatus.FINISHED:

@@ -23,6 +23,9 @@ It leaves at most once for each of its tiles: while it lives no features are dro
 computed the tokens that it came back for. A tile that it did not encode then was in the prefix cache, and is computed
 there again only by a sequence that encodes it.
 
+A prompt whose tokens get logprobs computes them from its second token on, once each: the prefix cache gives it only
+tokens before that. A step has so many of them (MAX_SCORES) that its rows fit a frame.
+
 A step encodes `max_tiles_per_step` tiles at most: a prompt is cut before the first one beyond them. While the prompts
 have tiles to encode, decodes are left out of no step.
 """
@@ -37,6 +40,7 @@ from operator import attrgetter
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.messages import ImageInput, RequestFailed, TokensRow, WorkerStatistics
+from trioengine.core.types import token_ids
 from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.image_queue import Decoder, NoDecoder, PictureDecoded, Waiters
 from trioengine.worker.scheduling.images import PayloadArrived, PictureStatus
@@ -181,7 +185,9 @@ class Scheduler:
             computed = before + entry.num_new_tokens
             self._num_tokens += entry.num_new_tokens
             row: Sampled | None = None
-            if computed == len(sequence.token_ids):
+            is_last = computed == len(sequence.token_ids)
+            num_scores = len(entry.scores) if sequence.params.prompt_logprobs is not None else 0
+            if is_last or num_scores:
                 row = next(results, None)
                 if row is None or row.request != sequence.request:
                     raise InvariantError(f"the runner sampled {row} for request {sequence.request}")
@@ -192,7 +198,9 @@ class Scheduler:
             sequence.num_computed_tokens = computed
             if before // block_size != computed // block_size:
                 self.blocks.register(sequence, before)
-            if row is not None:
+            if num_scores:
+                _take_scores(sequence, row, num_scores)
+            if row is not None and is_last:
                 self._append(sequence, row)
         if next(results, None) is not None:
             raise InvariantError("the runner sampled more tokens than were asked for")
@@ -335,12 +343,14 @@ class Scheduler:
                 break
 
     def _append(self, sequence: Sequence, row: TokensRow) -> None:
-        """Append the row's token; drop the sequence if it ends with it."""
+        """Append the row's token, unless none was asked for; drop the sequence if it ends with it."""
         if sequence.reading:
             self.pictures.stop_reading(sequence)
+        if sequence.params.max_tokens == 0:
+            row.token_ids, row.logprobs = token_ids(), None
         sequence.token_ids.extend(row.token_ids)
-        self._generation_tokens += 1
-        if sequence.num_output_tokens == 1:
+        self._generation_tokens += len(row.token_ids)
+        if sequence.num_output_tokens <= 1:
             self._prompt_tokens += sequence.num_prompt_tokens
         row.finish_reason = sequence.finish_reason(self.limits.max_sequence_len)
         if row.finish_reason is not None:
@@ -369,6 +379,14 @@ class Scheduler:
         if sequence.images is not None:
             self.pictures.release(sequence, sequence.images.pictures, discard=discard)
         sequence.status = SequenceStatus.FINISHED
+
+
+def _take_scores(sequence: Sequence, row: TokensRow | None, num_scores: int) -> None:
+    """Count the logprobs of its prompt in a row. Raises InvariantError unless there are so many."""
+    num_found = 0 if row is None or row.prompt_logprobs is None else len(row.prompt_logprobs)
+    if num_found != num_scores:
+        raise InvariantError(f"request {sequence.request} got {num_found} of {num_scores} logprobs of its prompt")
+    sequence.num_scored += num_scores
 
 
 def _check_known(listed: Items[Sequence], known: Mapping[int, Sequence]) -> None:

@@ -1,7 +1,7 @@
 """A sequence, and one step over sequences: its limits, its plan, and the interface to the model runner.
 
 A step is planned (`StepPlan`) and given to the runner (`SchedulerOutput`), which returns a `Sampled` for each sequence
-whose last token it has computed.
+whose last token it has computed, or whose prompt gets logprobs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from trioengine.worker.scheduling.images import Picture, PromptImages, Tile, Til
 
 OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
 DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
+MAX_SCORES = 1024  # tokens of prompts that get their logprobs in one step: some 300 KiB of a frame
 
 
 class Constraint(Protocol):
@@ -63,6 +64,7 @@ class Sequence:
     eos_token_ids: frozenset[int]
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0  # tokens whose keys and values lie in the KV cache
+    num_scored: int = 1  # tokens of the prompt whose logprobs were sent, if asked for; the first one has none
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
     block_table: list[int] = field(default_factory=list)  # token i lies in block_table[i // block_size]
     block_digests: list[bytes] = field(default_factory=list)  # of none, one, two… of its first blocks
@@ -100,13 +102,28 @@ class Sequence:
         num_tokens = len(self.token_ids)
         return num_tokens > self.num_prompt_tokens and num_tokens - self.num_computed_tokens == 1
 
+    @property
+    def max_prefix(self) -> int:
+        """How many of its first tokens may come from the prefix cache; the others have logprobs to be computed."""
+        if self.params.prompt_logprobs is None or self.num_scored >= self.num_prompt_tokens:
+            return len(self.token_ids) - 1
+        return self.num_scored - 1
+
+    def scores(self, start: int, end: int) -> range:
+        """Which tokens of the prompt get their logprobs when the tokens from `start` to `end` are computed."""
+        if self.params.prompt_logprobs is None:
+            return range(0)
+        return range(max(start + 1, self.num_scored), min(end + 1, self.num_prompt_tokens))
+
     def to_encode(self, start: int) -> tuple[Picture, ...]:
         """The pictures with tiles that have to be encoded before the tokens from `start` on are computed."""
         return () if self.images is None else self.images.not_encoded(start)
 
     def finish_reason(self, max_sequence_len: int) -> FinishReason | None:
-        """Why it ends with its latest token, which is output; None if it goes on."""
+        """Why it ends with its latest token, which is output unless max_tokens is 0; None if it goes on."""
         params, token_id = self.params, self.token_ids[-1]
+        if params.max_tokens == 0:
+            return FinishReason.LENGTH
         if self.num_output_tokens >= params.min_tokens and (
             token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos)
         ):
@@ -126,6 +143,13 @@ class Sequence:
     def row(self, token_id: int, logprobs: Logprobs | None = None) -> TokensRow:
         """The row of a step with its next token; `logprobs` have the chosen token first."""
         return TokensRow(self.session, self.request, token_ids((token_id,)), None if logprobs is None else (logprobs,))
+
+    def scored_row(self, row: TokensRow | None, prompt_logprobs: tuple[Logprobs, ...]) -> TokensRow:
+        """The row of a step, with its next token or without, with logprobs of its prompt."""
+        if row is None:
+            row = TokensRow(self.session, self.request, token_ids())
+        row.prompt_logprobs = prompt_logprobs
+        return row
 
     def failure(self, code: str, message: str) -> RequestFailed:
         """The error that ends this request alone."""
@@ -207,6 +231,12 @@ class ScheduledSequence:
         return self.sequence.num_computed_tokens + self.num_new_tokens == self.sequence.num_tokens
 
     @property
+    def scores(self) -> range:
+        """Which tokens of the prompt get their logprobs; each is computed from the row of the token before it."""
+        start = self.sequence.num_computed_tokens
+        return self.sequence.scores(start, start + self.num_new_tokens)
+
+    @property
     def tile_pieces(self) -> list[TilePiece]:
         """Which of these tokens are embedded by which features, in the order of the tokens."""
         sequence = self.sequence
@@ -245,17 +275,21 @@ class SchedulerOutput:
 
 
 class StepPlan:
-    """A step being planned; it has room for `prompt_tokens` and `tiles` more."""
+    """A step being planned; it has room for `prompt_tokens`, `tiles` and logprobs of `scores` tokens more."""
 
     def __init__(self, prompt_tokens: int, tiles: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.tiles = tiles
+        self.scores = MAX_SCORES
         self.scheduled: list[ScheduledSequence] = []
         self.encode: dict[Tile, None] = {}  # an ordered set
 
     def fit(self, sequence: Sequence, start: int) -> int:
-        """How many tokens of the prompt from `start` on: up to the first tile that cannot be encoded in this step."""
+        """How many tokens of the prompt from `start` on: up to the first tile or logprobs beyond the step's room."""
         num_new_tokens = min(sequence.num_tokens - start, self.prompt_tokens)
+        scores = sequence.scores(start, start + num_new_tokens)
+        if len(scores) > self.scores:
+            num_new_tokens = scores.start + self.scores - 1 - start
         if sequence.images is None:
             return num_new_tokens
         tiles = self.tiles
@@ -271,20 +305,25 @@ class StepPlan:
         entry = ScheduledSequence(sequence, num_new_tokens)
         self.scheduled.append(entry)
         self.prompt_tokens -= num_new_tokens
+        self.scores -= len(entry.scores)
         for tile, _, _, _ in entry.tile_pieces:
             if not tile.is_encoded and tile not in self.encode:
                 self.encode[tile] = None
                 self.tiles -= 1
 
 
-Sampled: TypeAlias = TokensRow | RequestFailed  # a row of one token, still without finish reason and usage; or an error
+# A row with a token, with logprobs of the prompt, or both, still without finish reason and usage; or an error.
+Sampled: TypeAlias = TokensRow | RequestFailed
 
 
 class ModelRunner(Protocol):
     """Runs the forward pass and the sampler; the simulated worker has a toy one."""
 
     def execute(self, output: SchedulerOutput) -> list[Sampled]:
-        """Copy blocks, encode tiles, then compute: one entry for each scheduled sequence with `samples`, in order."""
+        """Copy blocks, encode tiles, then compute.
+
+        Returns one entry for each scheduled sequence with `samples` or `scores`, in their order.
+        """
         ...
 
     def sleep(self) -> None:
