@@ -47,6 +47,7 @@ HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
     "weights_dir": "Where the checkpoints lie that an operator may name to /update_weights.",
     "unknown_fields": "warn, or refuse: requests with fields that this server does not know.",
     "tool_call_parser": "The form of tool calls: hermes, llama3 or json; auto: as the chat template shows it.",
+    "reasoning_parser": "The form of reasoning, which is split off: deepseek_r1 or qwen3; none: it stays in the text.",
     "insecure": "Serve other machines without a key, all of them.",
     "shutdown_timeout": "Seconds that requests have after the first SIGTERM or SIGINT.",
     "max_connections": "Connections at a time; an idle one makes room for more, or they are answered with 503.",
@@ -89,7 +90,7 @@ PANELS = {
         "encoder_cache_memory",
         "payload_memory",
     ),
-    "Network": ("host", "port", "shutdown_timeout", "unknown_fields", "tool_call_parser"),
+    "Network": ("host", "port", "shutdown_timeout", "unknown_fields", "tool_call_parser", "reasoning_parser"),
     "Security": ("api_key", "admin_key", "allowed_origin", "weights_dir", "insecure"),
     "Limits": (
         "max_num_seqs",

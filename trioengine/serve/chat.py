@@ -26,7 +26,8 @@ from trioengine.serve.requests import ChatCompletionRequest
 from trioengine.serve.responses import ChatCompletion, ChatCompletionChunk
 from trioengine.serve.routes import Operation
 from trioengine.serve.unknown_fields import UnknownFields
-from trioengine.text.tool_calls import ToolCallParser, ToolForm
+from trioengine.text.reasoning import AnswerParser, ReasoningForm
+from trioengine.text.tool_calls import ToolForm
 
 logger = logging.getLogger("trioengine")
 OPERATION = Operation(
@@ -37,6 +38,7 @@ OPERATION = Operation(
     events=ChatCompletionChunk,
     errors=(404, 409, 422, 429),
 )
+PROMPT_END = 256  # characters of a prompt that may show that a reasoning is open
 MANY_LOGPROBS = 1000  # entries of log-probabilities; more are rendered in a thread
 
 
@@ -50,16 +52,18 @@ class ChatCompletions:
         in_flight: InFlight,
         unknown_fields: UnknownFields,
         tool_form: ToolForm | None = None,
+        reasoning_form: ReasoningForm | None = None,
     ) -> None:
-        """`tool_form` is the form of tool calls; None: as the chat template shows it."""
+        """`tool_form` is the form of tool calls; None: as the chat template shows it. None: reasoning is text."""
         self._engine = engine
         self._model = model
         self._in_flight = in_flight
         self._unknown_fields = unknown_fields
         self._tool_form = tool_form
+        self._reasoning_form = reasoning_form
 
     async def __call__(self, request: HttpRequest) -> StreamingResponse:
-        model = ServedModel.of(self._engine, self._model, self._tool_form)
+        model = ServedModel.of(self._engine, self._model, self._tool_form, self._reasoning_form)
         parse = partial(parse_chat_request, request.body, model)
         chat = await in_thread_if(len(request.body) > LONG_JSON, self._engine.ports, parse)
         headers = self._unknown_fields.report(chat.unknown, FIELDS)
@@ -87,20 +91,24 @@ class _ChatCompletion:
         self._messages: Sequence[Mapping[str, Any]] = chat.messages
         self._params = salted(chat.params, request.cache_salt)
         self._include_usage = chat.include_usage
-        self._shape = ChatShape(model, engine.runtime.model.tokenizer, chat.params.logprobs)
+        self._shape = ChatShape(
+            model, engine.runtime.model.tokenizer, chat.params.logprobs, chat.params.skip_special_tokens
+        )
         self._request_id = chat.request_id
         self._grammar_field = chat.grammar_field
         self._variables = chat.variables
-        self._tool_form = chat.tool_form
+        self._form = chat.answer_form
+        self._prompt = ""  # the text before a reasoning, once the engine has it
         self._headers = headers  # of a whole response
 
     async def whole(self, body: Body) -> HttpResponse:
         """Run the request, and return the completion in one piece."""
         async with self._generation(body) as generation:
+            parser = self._parser()
             await generation.wait_settled()  # reading would wake this task for every token
             completion = finished(generation)
         num_logprobs = len(completion.logprobs or ()) * (1 + (self._params.logprobs or 0))
-        render = partial(self._shape.whole, completion, self._tool_form)
+        render = partial(self._shape.whole, completion, parser)
         content = await in_thread_if(num_logprobs > MANY_LOGPROBS, self._engine.ports, render)
         return HttpResponse(200, content, headers=self._headers)
 
@@ -118,8 +126,8 @@ class _ChatCompletion:
 
     async def _send_all(self, generation: Generation, body: Body) -> None:
         frames = ChatFrames(self._shape, include_usage=self._include_usage)
-        if self._tool_form is not None:
-            await _send_with_calls(generation, frames, ToolCallParser(self._tool_form), body)
+        if (parser := self._parser()) is not None:
+            await _send_parts(generation, frames, parser, body)
             return
         sink = _Sink(generation, frames, body)
         unsent = frames.opening
@@ -134,6 +142,10 @@ class _ChatCompletion:
                 generation.set_sink(sink.take_and_send)
         await body.send(unsent + frames.end(finished(generation)), is_last=True)
 
+    def _parser(self) -> AnswerParser | None:
+        """Return the parser of the answer; None for one that is a text and nothing else."""
+        return None if self._form.is_plain else AnswerParser(self._form, self._prompt)
+
     @asynccontextmanager
     async def _generation(self, body: Body) -> AsyncIterator[Generation]:
         """Open a session for the request, and abort it when the client disconnects. Errors name the client's fields."""
@@ -147,6 +159,8 @@ class _ChatCompletion:
                     async with generation:
                         if self._held is not None:
                             self._held.give_all_back()
+                        if self._form.reasoning is not None:
+                            self._prompt = self._engine.runtime.prompt_text(session.id)[-PROMPT_END:]
                         yield generation
         except RequestRejected as exc:
             raise in_fields(exc, {"prompt": "messages", "grammar": self._grammar_field}) from None
@@ -159,8 +173,8 @@ class _ChatCompletion:
         return messages
 
 
-async def _send_with_calls(generation: Generation, frames: ChatFrames, parser: ToolCallParser, body: Body) -> None:
-    """Send chunks as they come, and the tool calls in them."""
+async def _send_parts(generation: Generation, frames: ChatFrames, parser: AnswerParser, body: Body) -> None:
+    """Send chunks as they come, divided into reasoning, text and tool calls."""
     unsent = frames.opening
     async for chunk in generation:
         unsent += frames.parts(parser.feed(chunk.text), chunk.logprobs)
@@ -171,7 +185,7 @@ async def _send_with_calls(generation: Generation, frames: ChatFrames, parser: T
             unsent = b""
     completion = finished(generation)
     unsent += frames.parts(parser.finish(), None)
-    await body.send(unsent + frames.end(completion, has_calls=parser.num_calls > 0 and not parser.is_cut), is_last=True)
+    await body.send(unsent + frames.end(completion, parser), is_last=True)
 
 
 class _Sink:

@@ -29,6 +29,7 @@ from trioengine.serve.requests import (
     TextPart,
     ToolMessage,
 )
+from trioengine.text.reasoning import AnswerForm, ReasoningForm
 from trioengine.text.tool_calls import HERMES, ToolForm, form_of
 
 # Fields without effect on an answer; any value will do.
@@ -62,6 +63,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
@@ -92,7 +94,7 @@ class ChatRequest:
     request_id: str | None  # the client's own, for /abort_request
     grammar_field: str  # the path of the field that has the grammar, if any
     variables: Mapping[str, Any]  # of the chat template
-    tool_form: ToolForm | None  # of calls in the answer; None without tools
+    answer_form: AnswerForm
     unknown: tuple[str, ...] = ()  # fields that were passed over
 
 
@@ -105,9 +107,12 @@ class ServedModel:
     template: str = ""  # its chat template
     takes_tools: bool = False  # its chat template prints them
     tool_form: ToolForm = HERMES
+    reasoning_form: ReasoningForm | None = None  # None: its reasoning is text
 
     @classmethod
-    def of(cls, engine: Engine, name: str, tool_form: ToolForm | None) -> ServedModel:
+    def of(
+        cls, engine: Engine, name: str, tool_form: ToolForm | None, reasoning_form: ReasoningForm | None
+    ) -> ServedModel:
         """The model of an engine, under the name that clients use; while it loads, nothing else is known of it."""
         try:
             tokenizer = engine.tokenizer
@@ -115,7 +120,7 @@ class ServedModel:
             return cls(name, "")
         refusal = as_served(tokenizer.image_refusal, engine.config.model, name)
         template = tokenizer.template_source
-        return cls(name, refusal, template, tokenizer.takes_tools, tool_form or form_of(template))
+        return cls(name, refusal, template, tokenizer.takes_tools, tool_form or form_of(template), reasoning_form)
 
 
 def parse_chat_request(body: bytes, model: ServedModel) -> ChatRequest:
@@ -128,15 +133,19 @@ def parse_chat_request(body: bytes, model: ServedModel) -> ChatRequest:
     messages = engine_messages(given.messages, model)
     if tools is not None and not model.takes_tools:
         messages = with_instructions(messages, tools.instructions)
+    params = _params(given, tools)
     return ChatRequest(
         messages=messages,
-        params=_params(given, tools),
+        params=params,
         stream=bool(given.stream),
         include_usage=_include_usage(given, fields),
         request_id=given.request_id,
         grammar_field="tools" if tools is not None and tools.grammar is not None else _grammar_field(given),
         variables=_variables(given, tools, model),
-        tool_form=None if tools is None else tools.form,
+        answer_form=AnswerForm(
+            None if tools is None else tools.form,
+            model.reasoning_form if params.grammar is None else None,  # which holds from the first token on
+        ),
         unknown=(*unknown_names(fields, FIELDS), *skipped),
     )
 
@@ -261,6 +270,9 @@ def _engine_message(message: Message, where: str, model: ServedModel) -> EngineM
         made["tool_call_id"] = message.tool_call_id
     if isinstance(message, AssistantMessage):
         made["content"] = content or message.refusal or ""
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning and "reasoning_content" in model.template:
+            made["reasoning_content"] = reasoning
         calls = message.tool_calls
         if calls and model.takes_tools:
             made["tool_calls"] = template_calls(calls)

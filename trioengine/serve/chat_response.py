@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii  # json.dumps of a string, without its set-up
@@ -11,8 +12,9 @@ from typing import Any
 from trioengine.core.types import Chunk, Completion, FinishReason, Logprobs, Usage
 from trioengine.serve.errors import Problem
 from trioengine.serve.ids import new_id, unix_time
+from trioengine.text.reasoning import AnswerParser, AnswerPart, Reasoning
 from trioengine.text.tokenizer import Tokenizer
-from trioengine.text.tool_calls import CallArguments, CallBegin, Part, ToolCallParser, ToolForm
+from trioengine.text.tool_calls import CallArguments, CallBegin
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -26,25 +28,41 @@ class ChatShape:
     model: str
     tokenizer: Tokenizer
     top_logprobs: int | None
+    skip_special_tokens: bool = True
     id: str = field(default_factory=lambda: new_id("chatcmpl-"))
     created: int = field(default_factory=unix_time)
 
-    def whole(self, completion: Completion, tool_form: ToolForm | None) -> bytes:
-        """Render a chat.completion; with a `tool_form` the tool calls in it."""
+    def whole(self, completion: Completion, parser: AnswerParser | None) -> bytes:
+        """Render a chat.completion; a `parser` divides the answer into its parts."""
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
-        calls: list[dict[str, Any]] = []
-        is_cut = False
-        if tool_form is not None:
-            text, calls, is_cut = _calls_in(completion.text, tool_form)
-            message |= {"content": text or None, "tool_calls": calls} if calls else {"content": text}
+        if parser is not None:
+            message |= _message_of([*parser.feed(completion.text), *parser.finish()])
         choice = {
             "index": 0,
             "message": message,
             "logprobs": self.logprobs(completion.logprobs),
-            "finish_reason": finish_reason(completion, has_calls=bool(calls) and not is_cut),
+            "finish_reason": finish_reason(completion, has_calls=parser is not None and parser.has_calls),
         }
-        shown = {**self.head("chat.completion"), "choices": [choice], "usage": usage_json(completion.usage)}
+        shown = {**self.head("chat.completion"), "choices": [choice], "usage": self.usage(completion, parser)}
         return json.dumps(shown).encode()
+
+    def usage(self, completion: Completion, parser: AnswerParser | None) -> dict[str, Any]:
+        usage = usage_json(completion.usage)
+        if parser is not None and parser.splits_reasoning:
+            count = self._num_reasoning_tokens(completion, parser.num_reasoning_characters)
+            usage["completion_tokens_details"] = {"reasoning_tokens": count}
+        return usage
+
+    def _num_reasoning_tokens(self, completion: Completion, num_characters: int | None) -> int:
+        """Return the number of the tokens up to the one that completes these characters; None stands for all."""
+        ids = completion.token_ids
+        if num_characters is None:
+            return len(ids)
+
+        def length(count: int) -> int:
+            return len(self.tokenizer.decode(ids[:count], skip_special_tokens=self.skip_special_tokens))
+
+        return bisect_left(range(len(ids)), num_characters, key=length)
 
     def head(self, name: str) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}
@@ -95,8 +113,8 @@ class ChatFrames:
         """Render a text without log-probabilities; b"" for an empty one."""
         return self._text_before + encode_basestring_ascii(text).encode() + self._text_after if text else b""
 
-    def parts(self, parts: Iterable[Part], logprobs: Iterable[Logprobs] | None) -> bytes:
-        """Render text and tool calls; log-probabilities come with the next frame that there is."""
+    def parts(self, parts: Iterable[AnswerPart], logprobs: Iterable[Logprobs] | None) -> bytes:
+        """Render reasoning, text and tool calls; log-probabilities come with the next frame that there is."""
         self._logprobs.extend(logprobs or ())
         return b"".join([self._with_logprobs(json.dumps(self._delta_of(part))) for part in parts])
 
@@ -104,23 +122,25 @@ class ChatFrames:
         logprobs, self._logprobs = self._logprobs, []
         return self._frame(delta, logprobs=json.dumps(self._shape.logprobs(logprobs)) if logprobs else "null")
 
-    def _delta_of(self, part: Part) -> dict[str, Any]:
+    def _delta_of(self, part: AnswerPart) -> dict[str, Any]:
         match part:
             case CallBegin(name):
                 self._num_calls += 1
                 call = {"index": self._num_calls - 1, **_call(name, "")}
             case CallArguments(text):
                 call = {"index": self._num_calls - 1, "function": {"arguments": text}}
+            case Reasoning(text):
+                return {"reasoning": text, "reasoning_content": text}
             case _:
                 return {"content": part}
         return {"tool_calls": [call]}
 
-    def end(self, completion: Completion, *, has_calls: bool = False) -> bytes:
+    def end(self, completion: Completion, parser: AnswerParser | None = None) -> bytes:
         """Render the finish reason, the usage if requested, and the end of the stream."""
         usage = b""
         if self._include_usage:
-            usage = self._usage_before + json.dumps(usage_json(completion.usage)).encode() + b"}\n\n"
-        reason = finish_reason(completion, has_calls=has_calls)
+            usage = self._usage_before + json.dumps(self._shape.usage(completion, parser)).encode() + b"}\n\n"
+        reason = finish_reason(completion, has_calls=parser is not None and parser.has_calls)
         unshown = self._with_logprobs('{"content": ""}') if self._logprobs else b""
         return unshown + self._frame("{}", finish_reason=f'"{reason}"') + usage + DONE
 
@@ -136,20 +156,28 @@ def finish_reason(completion: Completion, *, has_calls: bool) -> str:
     return "tool_calls" if has_calls and is_stop else completion.finish_reason.value
 
 
-def _calls_in(answer: str, form: ToolForm) -> tuple[str, list[dict[str, Any]], bool]:
-    """Return the text and the calls of an answer, and whether the last call is cut."""
-    parser = ToolCallParser(form)
-    text: list[str] = []
+def _message_of(parts: Iterable[AnswerPart]) -> dict[str, Any]:
+    """Return the fields of a message for the parts of an answer."""
+    texts: list[str] = []
+    reasoning: list[str] = []
     calls: list[tuple[str, list[str]]] = []
-    for part in (*parser.feed(answer), *parser.finish()):
+    for part in parts:
         match part:
             case CallBegin(name):
                 calls.append((name, []))
             case CallArguments(arguments):
                 calls[-1][1].append(arguments)
+            case Reasoning(text):
+                reasoning.append(text)
             case _:
-                text.append(part)
-    return "".join(text), [_call(name, "".join(arguments)) for name, arguments in calls], parser.is_cut
+                texts.append(part)
+    message: dict[str, Any] = {"content": "".join(texts)}
+    if calls:
+        made = [_call(name, "".join(arguments)) for name, arguments in calls]
+        message = {"content": message["content"] or None, "tool_calls": made}
+    if reasoning:
+        message["reasoning"] = message["reasoning_content"] = "".join(reasoning)
+    return message
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:

@@ -93,6 +93,8 @@ class AssistantMessage(Struct, tag="assistant", tag_field="role"):
     refusal: str | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
+    reasoning_content: Annotated[str | None, Meta(description="Given to chat templates that print it.")] = None
+    reasoning: Annotated[str | None, Meta(description="The same by its later name.")] = None
 
 
 class ToolMessage(Struct, tag="tool", tag_field="role"):
