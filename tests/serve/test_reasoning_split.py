@@ -128,3 +128,13 @@ def test_templates_that_print_reasoning_get_it(name):
         "content": "b",
         "reasoning_content": "why",
     }
+
+
+async def test_a_continued_message_that_has_opened_it(plain, tags, monkeypatch):
+    monkeypatch.setitem(REASONING_FORMS, "deepseek_r1", ReasoningForm("[", "]"))
+    fields = {"add_generation_prompt": False, "continue_final_message": True, **LONG}
+    async with open_clients(reasoning_parser="deepseek_r1") as clients:
+        for content in ("[hm", "[hm] so"):
+            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+            message = (await clients.chat(messages=messages, **fields)).json["choices"][0]["message"]
+            assert ("reasoning" in message) is (content == "[hm")

@@ -8,6 +8,7 @@ from trioengine.text.reasoning import REASONING_FORMS, AnswerForm, AnswerParser,
 from trioengine.text.tool_calls import HERMES, CallArguments, CallBegin
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+THINK = REASONING_FORMS["qwen3"]
 OPEN, CLOSED = "user: a\nassistant: <think>\n", "user: <think> a\nassistant: "
 ANSWERS = [  # the prompt, the answer, its reasoning, its text, the number of calls, the characters of the reasoning
     (CLOSED, "plain", "", "plain", 0, 0),
@@ -37,7 +38,7 @@ ANSWERS = [  # the prompt, the answer, its reasoning, its text, the number of ca
 def test_answers_in_any_pieces(prompt, answer, reasoning, text, num_calls, count):
     rng = random.Random(0)
     for _ in range(50):
-        parser = AnswerParser(AnswerForm(HERMES, REASONING_FORMS["qwen3"]), prompt)
+        parser = AnswerParser(AnswerForm(HERMES, THINK), in_reasoning=THINK.is_open_after(prompt, ""))
         parts, at = [], 0
         while at < len(answer):
             size = rng.choice((1, 1, 2, 3, 7, 100))
@@ -52,9 +53,17 @@ def test_answers_in_any_pieces(prompt, answer, reasoning, text, num_calls, count
 
 
 def test_reasoning_comes_as_it_is_written():
-    parser = AnswerParser(AnswerForm(reasoning=REASONING_FORMS["deepseek_r1"]), CLOSED)
+    parser = AnswerParser(AnswerForm(reasoning=REASONING_FORMS["deepseek_r1"]))
     assert parser.feed("<thi") == []
     assert parser.feed("nk>why") == [Reasoning("why")]
     assert parser.feed(" not</") == [Reasoning(" not")]
     assert parser.feed("think>so") == ["so"]
     assert parser.finish() == []
+
+
+@pytest.mark.parametrize(
+    ("continued", "is_open"),
+    [("", False), ("<think>\nhm", True), ("<think>hm</think>", False), ("hm", False), ("</think><think>", True)],
+)
+def test_a_message_that_goes_on(continued, is_open):
+    assert THINK.is_open_after(f"assistant: {continued}", continued) is is_open

@@ -98,7 +98,8 @@ class _ChatCompletion:
         self._grammar_field = chat.grammar_field
         self._variables = chat.variables
         self._form = chat.answer_form
-        self._prompt = ""  # the text before a reasoning, once the engine has it
+        self._continued = chat.continued
+        self._in_reasoning = False  # the prompt has opened it; known once the engine has the prompt
         self._headers = headers  # of a whole response
 
     async def whole(self, body: Body) -> HttpResponse:
@@ -144,7 +145,7 @@ class _ChatCompletion:
 
     def _parser(self) -> AnswerParser | None:
         """Return the parser of the answer; None for one that is a text and nothing else."""
-        return None if self._form.is_plain else AnswerParser(self._form, self._prompt)
+        return None if self._form.is_plain else AnswerParser(self._form, in_reasoning=self._in_reasoning)
 
     @asynccontextmanager
     async def _generation(self, body: Body) -> AsyncIterator[Generation]:
@@ -159,8 +160,9 @@ class _ChatCompletion:
                     async with generation:
                         if self._held is not None:
                             self._held.give_all_back()
-                        if self._form.reasoning is not None:
-                            self._prompt = self._engine.runtime.prompt_text(session.id)[-PROMPT_END:]
+                        if (tags := self._form.reasoning) is not None:
+                            prompt = self._engine.runtime.prompt_text(session.id)[-PROMPT_END:]
+                            self._in_reasoning = tags.is_open_after(prompt, self._continued)
                         yield generation
         except RequestRejected as exc:
             raise in_fields(exc, {"prompt": "messages", "grammar": self._grammar_field}) from None

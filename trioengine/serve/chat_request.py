@@ -29,6 +29,7 @@ from trioengine.serve.requests import (
     TextPart,
     ToolMessage,
 )
+from trioengine.text.prompt_end import OPTIONS, PromptEnd
 from trioengine.text.reasoning import AnswerForm, ReasoningForm
 from trioengine.text.tool_calls import HERMES, ToolForm, form_of
 
@@ -53,9 +54,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
-    "continue_final_message": (False,),
     "echo": (False,),
-    "add_generation_prompt": (True,),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -95,6 +94,7 @@ class ChatRequest:
     grammar_field: str  # the path of the field that has the grammar, if any
     variables: Mapping[str, Any]  # of the chat template
     answer_form: AnswerForm
+    continued: str  # the text of the last message, if the answer continues that
     unknown: tuple[str, ...] = ()  # fields that were passed over
 
 
@@ -146,6 +146,7 @@ def parse_chat_request(body: bytes, model: ServedModel) -> ChatRequest:
             None if tools is None else tools.form,
             model.reasoning_form if params.grammar is None else None,  # which holds from the first token on
         ),
+        continued=str(messages[-1]["content"]) if given.continue_final_message else "",
         unknown=(*unknown_names(fields, FIELDS), *skipped),
     )
 
@@ -153,6 +154,12 @@ def parse_chat_request(body: bytes, model: ServedModel) -> ChatRequest:
 def _variables(given: ChatCompletionRequest, tools: Tools | None, model: ServedModel) -> Mapping[str, Any]:
     """Return the variables for the chat template. Raises ClientError for an effort of which it does not know."""
     variables = dict(given.chat_template_kwargs or {})
+    for name in OPTIONS:
+        if name in variables:
+            param = f"chat_template_kwargs.{name}"
+            raise ClientError("invalid_value", f"{param} must be given as {name}, a field of its own", param=param)
+    PromptEnd.of(options := {name: getattr(given, name) for name in OPTIONS})
+    variables |= {name: value for name, value in options.items() if value is not None}
     if tools is not None and model.takes_tools:
         variables["tools"] = tools.variable
     effort = given.reasoning_effort

@@ -16,9 +16,13 @@ class ReasoningForm:
     begin: str
     end: str
 
-    def is_open_after(self, prompt: str) -> bool:
-        """Whether a prompt ends with the first tag, so that the answer begins within the reasoning."""
-        return prompt.rstrip().endswith(self.begin)
+    def is_open_after(self, prompt: str, continued: str) -> bool:
+        """Whether an answer begins within the reasoning: the prompt, or its end, ends with the first tag.
+
+        So it does if the answer continues a text that has the first tag alone; `continued` is empty otherwise.
+        """
+        is_open = self.begin in continued and self.end not in continued.rpartition(self.begin)[2]
+        return is_open or prompt.rstrip().endswith(self.begin)
 
 
 _THINK = ReasoningForm("<think>", "</think>")
@@ -117,10 +121,10 @@ class AnswerForm:
 class AnswerParser:
     """Splits an answer, piece by piece, into reasoning, text and tool calls; reasoning has no calls."""
 
-    def __init__(self, form: AnswerForm, prompt: str) -> None:
-        """`prompt` is the text after which the answer comes, or the end of it."""
+    def __init__(self, form: AnswerForm, *, in_reasoning: bool = False) -> None:
+        """`in_reasoning`: the answer begins within the reasoning, as the prompt has opened it."""
         tags = form.reasoning
-        self._reasoning = None if tags is None else _ReasoningParser(tags, is_open=tags.is_open_after(prompt))
+        self._reasoning = None if tags is None else _ReasoningParser(tags, is_open=in_reasoning)
         self._calls = None if form.tools is None else ToolCallParser(form.tools)
 
     def feed(self, text: str) -> list[AnswerPart]:
