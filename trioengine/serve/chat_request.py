@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -133,18 +134,18 @@ def parse_chat_request(body: bytes, model: ServedModel) -> ChatRequest:
     messages = engine_messages(given.messages, model)
     if tools is not None and not model.takes_tools:
         messages = with_instructions(messages, tools.instructions)
-    params = _params(given, tools)
+    grammar = _placed_grammar(given, tools)
     return ChatRequest(
         messages=messages,
-        params=params,
+        params=_params(given, grammar.grammar),
         stream=bool(given.stream),
         include_usage=_include_usage(given, fields),
         request_id=given.request_id,
-        grammar_field="tools" if tools is not None and tools.grammar is not None else _grammar_field(given),
+        grammar_field=grammar.field,
         variables=_variables(given, tools, model),
         answer_form=AnswerForm(
             None if tools is None else tools.form,
-            model.reasoning_form if params.grammar is None else None,  # which holds from the first token on
+            model.reasoning_form if grammar.grammar is None else None,  # which holds from the first token on
         ),
         continued=str(messages[-1]["content"]) if given.continue_final_message else "",
         unknown=(*unknown_names(fields, FIELDS), *skipped),
@@ -188,53 +189,61 @@ def _include_usage(given: ChatCompletionRequest, fields: Mapping[str, Any]) -> b
     return bool(options.include_usage)
 
 
-def _params(given: ChatCompletionRequest, tools: Tools | None) -> SamplingParams:
+def _params(given: ChatCompletionRequest, grammar: Grammar | None) -> SamplingParams:
     max_tokens = given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
     logprobs = given.top_logprobs
     if not given.logprobs and logprobs is not None:
         raise ClientError("invalid_value", "top_logprobs needs logprobs=true", param="top_logprobs")
     if given.logprobs and logprobs is None:
         logprobs = 0
-    grammar = _grammar(given)
-    if tools is not None and tools.grammar is not None:
-        if grammar is not None:
-            message = f"tool_choice that forces a call does not go with {_grammar_field(given)}"
-            raise ClientError("invalid_value", message, param="tool_choice")
-        grammar = tools.grammar
     return sampling_params(given, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar)
 
 
-def _grammar_field(given: ChatCompletionRequest) -> str:
-    """Return the path of the field that has the grammar."""
-    if given.structured_outputs is not None:
-        return "structured_outputs"
-    has_schema = isinstance(given.response_format, JsonSchemaFormat)
-    return "response_format.json_schema.schema" if has_schema else "response_format"
+class PlacedGrammar(NamedTuple):
+    """The grammar of an answer, if any, and the path of the field that has it, which errors name."""
+
+    grammar: Grammar | None
+    field: str
 
 
-def _grammar(given: ChatCompletionRequest) -> Grammar | None:
-    """Return the grammar of the answer, if any."""
+def _placed_grammar(given: ChatCompletionRequest, tools: Tools | None) -> PlacedGrammar:
+    """Return the grammar of the answer. Raises ClientError for a bad one, and for two of them."""
+    placed = _given_grammar(given)
+    if tools is None or tools.grammar is None:
+        return placed
+    if placed.grammar is not None:
+        message = f"tool_choice that forces a call does not go with {placed.field}"
+        raise ClientError("invalid_value", message, param="tool_choice")
+    return PlacedGrammar(tools.grammar, "tools")
+
+
+def _given_grammar(given: ChatCompletionRequest) -> PlacedGrammar:
     form, outputs = given.response_format, given.structured_outputs
-    if outputs is not None and not (form is None or isinstance(form, TextFormat)):
+    if outputs is None and isinstance(form, JsonSchemaFormat):
+        field = "response_format.json_schema.schema"
+        with _naming(field):
+            return PlacedGrammar(Grammar.json_schema(form.json_schema.schema), field)
+    if outputs is None:
+        return PlacedGrammar(Grammar.json_object() if isinstance(form, JsonObjectFormat) else None, "response_format")
+    if not (form is None or isinstance(form, TextFormat)):
         message = "structured_outputs and response_format do not go together"
         raise ClientError("invalid_value", message, param="structured_outputs")
+    return PlacedGrammar(structured_grammar(outputs), "structured_outputs")
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Raise the refusal of a grammar as an error of this field."""
     try:
-        if outputs is not None:
-            return structured_grammar(outputs)
-        if isinstance(form, JsonSchemaFormat):
-            return Grammar.json_schema(form.json_schema.schema)
-        return Grammar.json_object() if isinstance(form, JsonObjectFormat) else None
+        yield
     except RequestRejected as exc:
-        where = _grammar_field(given)
-        raise ClientError(exc.code, f"{where}: {exc.message}", param=where) from None
+        raise ClientError(exc.code, f"{field}: {exc.message}", param=field) from None
 
 
 def structured_grammar(outputs: StructuredOutputs) -> Grammar:
     """Return the grammar in vLLM's form. Raises ClientError."""
-    try:
+    with _naming("structured_outputs"):
         return _structured(outputs)
-    except RequestRejected as exc:
-        raise ClientError(exc.code, f"structured_outputs: {exc.message}", param="structured_outputs") from None
 
 
 def _structured(outputs: StructuredOutputs) -> Grammar:
