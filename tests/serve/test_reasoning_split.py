@@ -8,6 +8,7 @@ import json
 import pytest
 from helpers.clients import chat, open_clients
 
+from trioengine.serve import chat as chat_module
 from trioengine.serve.chat_request import ServedModel, parse_chat_request
 from trioengine.text.reasoning import REASONING_FORMS, ReasoningForm
 
@@ -138,3 +139,12 @@ async def test_a_continued_message_that_has_opened_it(plain, tags, monkeypatch):
             messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
             message = (await clients.chat(messages=messages, **fields)).json["choices"][0]["message"]
             assert ("reasoning" in message) is (content == "[hm")
+
+
+async def test_a_long_answer_is_counted_in_a_thread(clients, plain, tags, monkeypatch):
+    """With a low limit: the count is the same."""
+    short = (await clients.chat(**LONG)).json["usage"]["completion_tokens_details"]
+    monkeypatch.setattr(chat_module, "MANY_TOKENS", 1)
+    reasoning, _, answer = plain[2:].partition(tags.end)
+    _, usage = await check(clients, reasoning, answer, **LONG)
+    assert usage["completion_tokens_details"] == short

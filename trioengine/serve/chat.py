@@ -10,6 +10,7 @@ from typing import Any
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
+from trioengine.actors.ports import Ports
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.types import Cause, Completion, FinishReason
@@ -39,6 +40,7 @@ OPERATION = Operation(
     errors=(404, 409, 422, 429),
 )
 PROMPT_END = 256  # characters of a prompt that may show that a reasoning is open
+MANY_TOKENS = 4096  # of an answer whose reasoning is counted; the tokens of longer ones are counted in a thread
 MANY_LOGPROBS = 1000  # entries of log-probabilities; more are rendered in a thread
 
 
@@ -110,7 +112,8 @@ class _ChatCompletion:
             completion = finished(generation)
         num_logprobs = len(completion.logprobs or ()) * (1 + (self._params.logprobs or 0))
         render = partial(self._shape.whole, completion, parser)
-        content = await in_thread_if(num_logprobs > MANY_LOGPROBS, self._engine.ports, render)
+        is_long = num_logprobs > MANY_LOGPROBS or _takes_long(completion, parser)
+        content = await in_thread_if(is_long, self._engine.ports, render)
         return HttpResponse(200, content, headers=self._headers)
 
     async def stream(self, body: Body) -> None:
@@ -128,7 +131,7 @@ class _ChatCompletion:
     async def _send_all(self, generation: Generation, body: Body) -> None:
         frames = ChatFrames(self._shape, include_usage=self._include_usage)
         if (parser := self._parser()) is not None:
-            await _send_parts(generation, frames, parser, body)
+            await _send_parts(generation, frames, parser, body, self._engine.ports)
             return
         sink = _Sink(generation, frames, body)
         unsent = frames.opening
@@ -175,7 +178,9 @@ class _ChatCompletion:
         return messages
 
 
-async def _send_parts(generation: Generation, frames: ChatFrames, parser: AnswerParser, body: Body) -> None:
+async def _send_parts(
+    generation: Generation, frames: ChatFrames, parser: AnswerParser, body: Body, ports: Ports
+) -> None:
     """Send chunks as they come, divided into reasoning, text and tool calls."""
     unsent = frames.opening
     async for chunk in generation:
@@ -187,7 +192,14 @@ async def _send_parts(generation: Generation, frames: ChatFrames, parser: Answer
             unsent = b""
     completion = finished(generation)
     unsent += frames.parts(parser.finish(), None)
-    await body.send(unsent + frames.end(completion, parser), is_last=True)
+    render = partial(frames.end, completion, parser)
+    end = await in_thread_if(_takes_long(completion, parser), ports, render)
+    await body.send(unsent + end, is_last=True)
+
+
+def _takes_long(completion: Completion, parser: AnswerParser | None) -> bool:
+    """Whether the count of the reasoning's tokens decodes a long answer."""
+    return parser is not None and parser.splits_reasoning and len(completion.token_ids) > MANY_TOKENS
 
 
 class _Sink:
