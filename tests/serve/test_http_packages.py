@@ -24,6 +24,7 @@ from trioengine.serve.config import ServeConfig
 from trioengine.serve.server import serve
 from trioengine.testing import Simulation, toy_answer
 from trioengine.testing.simulated_worker import Behaviour
+from trioengine.text.reasoning import REASONING_FORMS, ReasoningForm
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 EXTRA = {"ignore_eos": True}
@@ -32,11 +33,11 @@ LONG = SHORT | {"max_tokens": 400}
 
 
 @asynccontextmanager
-async def running(step_time=0.001, name="toy"):
+async def running(step_time=0.001, name="toy", **options):
     async with open_unwrapped_nursery() as nursery:
         simulation = Simulation(nursery, behaviours=[Behaviour(load_time=0, step_time=step_time)])
         config = EngineConfig(model="toy", max_num_seqs=8)
-        run = partial(serve, config, ServeConfig(port=0, served_model_name=name), ports=simulation.ports)
+        run = partial(serve, config, ServeConfig(port=0, served_model_name=name, **options), ports=simulation.ports)
         server = await nursery.start(run)
         await server.engine.ready()
         yield server
@@ -335,3 +336,18 @@ async def test_the_page_names_every_route_and_field():
         names = {path.removesuffix("*") for path in server.connections._routes} - {"/", "/metrics"} | FIELDS
     for name in names:
         assert f"`{name}" in PAGE or f" {name}" in PAGE, name
+
+
+async def test_reasoning_in_openai_s_client(monkeypatch):
+    """The toy's prompts end with this first tag, and its answers never have the last one."""
+    monkeypatch.setitem(REASONING_FORMS, "qwen3", ReasoningForm("assistant", "</think>"))
+
+    def ask(client):
+        message = client.chat.completions.create(**SHORT).choices[0].message
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**SHORT, stream=True)]
+        return message, "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
+
+    async with running(reasoning_parser="qwen3") as server:
+        message, streamed = await in_thread(ask, server)
+        assert message.content == "" and streamed == expected(server, 5)
+        assert message.reasoning == message.reasoning_content == streamed

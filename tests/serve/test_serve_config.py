@@ -20,6 +20,7 @@ BAD = [
     ("max_connections", 0, "max_connections must be an integer from 1"),
     ("unknown_fields", "ignore", "unknown_fields must be warn or refuse, got 'ignore'"),
     ("tool_call_parser", "xml", "tool_call_parser must be one of auto, hermes, llama3, json, got 'xml'"),
+    ("reasoning_parser", "auto", "reasoning_parser must be one of none, deepseek_r1, qwen3, got 'auto'"),
     ("insecure", 1, "insecure must be True or False, got 1"),
     ("api_key", "", "api_key must be keys"),
     ("api_key", ("a", "secret key"), "api_key must be keys"),

@@ -193,6 +193,8 @@ class Engine:
         """A session, to be entered. `label` is the caller's name for it, `history` chat messages to begin with.
 
         `chat_template_kwargs` are variables for the chat template, such as `tools`: JSON values.
+        `add_generation_prompt` and `continue_final_message` among them are as in transformers: with the latter, and
+        the former false, each request's last message is an assistant's, and the answer continues it.
 
         `overflow` is for a chat that outgrows the context. `refuse` raises RequestRejected. `drop_oldest_turns` leaves
         the oldest turns out of the prompt until there is room for the answer: for `max_tokens`, of half of the context

@@ -140,6 +140,12 @@ class Runtime:
         """The tokenizer and the chat template. EngineOverloaded until the model's files are read."""
         return _loaded(self._tokenizer)
 
+    def prompt_text(self, session: int | None) -> str:
+        """The text of the prompt of the request of a session; empty without a request, and for token ids."""
+        state = None if session is None else self.sessions.by_id.get(session)
+        prepared = None if state is None or state.request is None else state.request.prepared
+        return "" if prepared is None else prepared.rendering
+
     @property
     def limits(self) -> Ready:
         """The last READY of a worker. EngineOverloaded until the first one."""

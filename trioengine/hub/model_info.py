@@ -13,6 +13,7 @@ reference lists <|im_end|> alone, while Qwen2's reference lists both.
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -175,7 +176,9 @@ def _chat_template(directory: Path, config: Fields, *, has_processor: bool) -> C
     if source is None:
         return None
     with _naming(path):
-        return ChatTemplate(source, bos_token=config.string("bos_token"), eos_token=config.string("eos_token"))
+        return ChatTemplate(
+            source, bos_token=config.string("bos_token"), eos_token=config.string("eos_token"), strftime=time.strftime
+        )
 
 
 def _configured_template(config: Fields) -> str | None:
@@ -237,7 +240,7 @@ class _Metadata:
             return None
         if not isinstance(source, str):
             raise self._fields.bad("tokenizer.chat_template", "must be a string of at most 1 MiB")
-        return ChatTemplate(source, bos_token=self.token("bos"), eos_token=self.token("eos"))
+        return ChatTemplate(source, bos_token=self.token("bos"), eos_token=self.token("eos"), strftime=time.strftime)
 
     def _token_id(self, name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"

@@ -9,7 +9,7 @@ from trioengine.actors.engine import Engine
 from trioengine.core.types import Completion, Usage
 from trioengine.serve.chat_request import FIELDS, ChatRequest, ServedModel, parse_chat_request
 from trioengine.serve.chat_response import KEEP_ALIVE, ChatFrames, ChatShape
-from trioengine.serve.choices import Choices
+from trioengine.serve.choices import Choice, Choices
 from trioengine.serve.http import STREAM_HEADERS, Headers, HttpRequest, StreamingResponse
 from trioengine.serve.limits import InFlight
 from trioengine.serve.parsing import LONG_JSON, in_thread_if
@@ -18,6 +18,7 @@ from trioengine.serve.responses import ChatCompletion, ChatCompletionChunk
 from trioengine.serve.routes import Operation
 from trioengine.serve.shown import Result, fingerprint
 from trioengine.serve.unknown_fields import UnknownFields
+from trioengine.text.reasoning import AnswerParser, ReasoningForm
 from trioengine.text.tool_calls import ToolForm
 
 OPERATION = Operation(
@@ -28,6 +29,8 @@ OPERATION = Operation(
     events=ChatCompletionChunk,
     errors=(404, 409, 422, 429),
 )
+PROMPT_END = 256  # characters of a prompt that may show that a reasoning is open
+MANY_TOKENS = 4096  # of an answer whose reasoning is counted; the tokens of longer ones are counted in a thread
 
 
 class ChatCompletions:
@@ -40,16 +43,18 @@ class ChatCompletions:
         in_flight: InFlight,
         unknown_fields: UnknownFields,
         tool_form: ToolForm | None = None,
+        reasoning_form: ReasoningForm | None = None,
     ) -> None:
-        """`tool_form` is the form of tool calls; None: as the chat template shows it."""
+        """`tool_form` is the form of tool calls; None: as the chat template shows it. None: reasoning is text."""
         self._engine = engine
         self._model = model
         self._in_flight = in_flight
         self._unknown_fields = unknown_fields
         self._tool_form = tool_form
+        self._reasoning_form = reasoning_form
 
     async def __call__(self, request: HttpRequest) -> StreamingResponse:
-        model = ServedModel.of(self._engine, self._model, self._tool_form)
+        model = ServedModel.of(self._engine, self._model, self._tool_form, self._reasoning_form)
         parse = partial(parse_chat_request, request.body, model)
         chat = await in_thread_if(len(request.body) > LONG_JSON, self._engine.ports, parse)
         headers = self._unknown_fields.report(chat.unknown, FIELDS)
@@ -72,19 +77,43 @@ class _ChatCompletion(Choices):
         headers: Headers,
     ) -> None:
         self._shape = ChatShape(
-            model, engine.runtime.model.tokenizer, chat.params.logprobs, fingerprint(engine, model), chat.shown
+            model,
+            engine.runtime.model.tokenizer,
+            chat.params.logprobs,
+            fingerprint(engine, model),
+            chat.shown,
+            chat.params.skip_special_tokens,
         )
         super().__init__(
             engine, in_flight, chat, [chat.messages], self._shape.id, request, headers, chat.variables or None
         )
-        self._tool_form = chat.tool_form
+        self._form = chat.answer_form
+        self._continued = chat.continued
+        self._in_reasoning = False  # the prompt has opened it; known once the engine has the prompt
+        self._parsers: dict[int, AnswerParser | None] = {}
         self._names = {"prompt": "messages", "grammar": chat.grammar_field}
 
+    def _on_admitted(self, choice: Choice) -> None:
+        super()._on_admitted(choice)
+        if choice.is_first and (tags := self._form.reasoning) is not None:
+            prompt = self._engine.runtime.prompt_text(choice.session.id)[-PROMPT_END:]
+            self._in_reasoning = tags.is_open_after(prompt, self._continued)
+
     def _rendered(self, results: Sequence[Result], usage: Usage) -> bytes:
-        return self._shape.whole(results, usage, self._tool_form)
+        return self._shape.whole(results, usage, [self._parser() for _ in results])
 
     def _frames(self, index: int) -> ChatFrames:
-        return ChatFrames(self._shape, index, tool_form=self._tool_form)
+        parser = self._parsers[index] = self._parser()
+        return ChatFrames(self._shape, index, parser)
 
     def _last_frame(self, usage: Usage, completions: Sequence[Completion]) -> bytes:
-        return self._shape.last_frame(usage, completions)
+        return self._shape.last_frame(usage, completions, [self._parsers[index] for index in range(len(completions))])
+
+    def _takes_long(self, completions: Sequence[Completion]) -> bool:
+        """Whether there are many log-probabilities, or long answers whose reasoning is counted."""
+        num_tokens = 0 if self._form.reasoning is None else sum(len(each.token_ids) for each in completions)
+        return num_tokens > MANY_TOKENS or super()._takes_long(completions)
+
+    def _parser(self) -> AnswerParser | None:
+        """Return a parser of an answer; None for one that is a text and nothing else."""
+        return None if self._form.is_plain else AnswerParser(self._form, in_reasoning=self._in_reasoning)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -31,6 +32,8 @@ from trioengine.serve.requests import (
     ToolMessage,
 )
 from trioengine.serve.shown import Shown
+from trioengine.text.prompt_end import OPTIONS, PromptEnd
+from trioengine.text.reasoning import AnswerForm, ReasoningForm
 from trioengine.text.tool_calls import HERMES, ToolForm, form_of
 
 # Fields without effect on an answer; any value will do.
@@ -54,9 +57,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
-    "continue_final_message": (False,),
     "echo": (False,),
-    "add_generation_prompt": (True,),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -64,6 +65,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
@@ -93,7 +95,8 @@ class ChatRequest:
     request_id: str | None  # the client's own, for /abort_request
     grammar_field: str  # the path of the field that has the grammar, if any
     variables: Mapping[str, Any]  # of the chat template
-    tool_form: ToolForm | None  # of calls in the answer; None without tools
+    answer_form: AnswerForm
+    continued: str  # the text of the last message, if the answer continues that
     unknown: tuple[str, ...] = ()  # fields that were passed over
 
 
@@ -106,9 +109,12 @@ class ServedModel:
     template: str = ""  # its chat template
     takes_tools: bool = False  # its chat template prints them
     tool_form: ToolForm = HERMES
+    reasoning_form: ReasoningForm | None = None  # None: its reasoning is text
 
     @classmethod
-    def of(cls, engine: Engine, name: str, tool_form: ToolForm | None) -> ServedModel:
+    def of(
+        cls, engine: Engine, name: str, tool_form: ToolForm | None, reasoning_form: ReasoningForm | None
+    ) -> ServedModel:
         """The model of an engine, under the name that clients use; while it loads, nothing else is known of it."""
         try:
             tokenizer = engine.tokenizer
@@ -116,7 +122,7 @@ class ServedModel:
             return cls(name, "")
         refusal = as_served(tokenizer.image_refusal, engine.config.model, name)
         template = tokenizer.template_source
-        return cls(name, refusal, template, tokenizer.takes_tools, tool_form or form_of(template))
+        return cls(name, refusal, template, tokenizer.takes_tools, tool_form or form_of(template), reasoning_form)
 
 
 def parse_chat_request(body: bytes, model: ServedModel) -> ChatRequest:
@@ -129,16 +135,21 @@ def parse_chat_request(body: bytes, model: ServedModel) -> ChatRequest:
     messages = engine_messages(given.messages, model)
     if tools is not None and not model.takes_tools:
         messages = with_instructions(messages, tools.instructions)
+    grammar = _placed_grammar(given, tools)
     return ChatRequest(
         messages=messages,
-        params=_params(given, tools),
+        params=_params(given, grammar.grammar),
         n=given.n or 1,
         stream=bool(given.stream),
         shown=shown_parts(given, fields),
         request_id=given.request_id,
-        grammar_field="tools" if tools is not None and tools.grammar is not None else _grammar_field(given),
+        grammar_field=grammar.field,
         variables=_variables(given, tools, model),
-        tool_form=None if tools is None else tools.form,
+        answer_form=AnswerForm(
+            None if tools is None else tools.form,
+            model.reasoning_form if grammar.grammar is None else None,  # which holds from the first token on
+        ),
+        continued=str(messages[-1]["content"]) if given.continue_final_message else "",
         unknown=(*unknown_names(fields, FIELDS), *skipped),
     )
 
@@ -146,6 +157,12 @@ def parse_chat_request(body: bytes, model: ServedModel) -> ChatRequest:
 def _variables(given: ChatCompletionRequest, tools: Tools | None, model: ServedModel) -> Mapping[str, Any]:
     """Return the variables for the chat template. Raises ClientError for an effort of which it does not know."""
     variables = dict(given.chat_template_kwargs or {})
+    for name in OPTIONS:
+        if name in variables:
+            param = f"chat_template_kwargs.{name}"
+            raise ClientError("invalid_value", f"{param} must be given as {name}, a field of its own", param=param)
+    PromptEnd.of(options := {name: getattr(given, name) for name in OPTIONS})
+    variables |= {name: value for name, value in options.items() if value is not None}
     if tools is not None and model.takes_tools:
         variables["tools"] = tools.variable
     effort = given.reasoning_effort
@@ -180,53 +197,61 @@ def shown_parts(given: ChatCompletionRequest | CompletionBody, fields: Mapping[s
     )
 
 
-def _params(given: ChatCompletionRequest, tools: Tools | None) -> SamplingParams:
+def _params(given: ChatCompletionRequest, grammar: Grammar | None) -> SamplingParams:
     max_tokens = given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
     logprobs = given.top_logprobs
     if not given.logprobs and logprobs is not None:
         raise ClientError("invalid_value", "top_logprobs needs logprobs=true", param="top_logprobs")
     if given.logprobs and logprobs is None:
         logprobs = 0
-    grammar = _grammar(given)
-    if tools is not None and tools.grammar is not None:
-        if grammar is not None:
-            message = f"tool_choice that forces a call does not go with {_grammar_field(given)}"
-            raise ClientError("invalid_value", message, param="tool_choice")
-        grammar = tools.grammar
     return sampling_params(given, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar)
 
 
-def _grammar_field(given: ChatCompletionRequest) -> str:
-    """Return the path of the field that has the grammar."""
-    if given.structured_outputs is not None:
-        return "structured_outputs"
-    has_schema = isinstance(given.response_format, JsonSchemaFormat)
-    return "response_format.json_schema.schema" if has_schema else "response_format"
+class PlacedGrammar(NamedTuple):
+    """The grammar of an answer, if any, and the path of the field that has it, which errors name."""
+
+    grammar: Grammar | None
+    field: str
 
 
-def _grammar(given: ChatCompletionRequest) -> Grammar | None:
-    """Return the grammar of the answer, if any."""
+def _placed_grammar(given: ChatCompletionRequest, tools: Tools | None) -> PlacedGrammar:
+    """Return the grammar of the answer. Raises ClientError for a bad one, and for two of them."""
+    placed = _given_grammar(given)
+    if tools is None or tools.grammar is None:
+        return placed
+    if placed.grammar is not None:
+        message = f"tool_choice that forces a call does not go with {placed.field}"
+        raise ClientError("invalid_value", message, param="tool_choice")
+    return PlacedGrammar(tools.grammar, "tools")
+
+
+def _given_grammar(given: ChatCompletionRequest) -> PlacedGrammar:
     form, outputs = given.response_format, given.structured_outputs
-    if outputs is not None and not (form is None or isinstance(form, TextFormat)):
+    if outputs is None and isinstance(form, JsonSchemaFormat):
+        field = "response_format.json_schema.schema"
+        with _naming(field):
+            return PlacedGrammar(Grammar.json_schema(form.json_schema.schema), field)
+    if outputs is None:
+        return PlacedGrammar(Grammar.json_object() if isinstance(form, JsonObjectFormat) else None, "response_format")
+    if not (form is None or isinstance(form, TextFormat)):
         message = "structured_outputs and response_format do not go together"
         raise ClientError("invalid_value", message, param="structured_outputs")
+    return PlacedGrammar(structured_grammar(outputs), "structured_outputs")
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Raise the refusal of a grammar as an error of this field."""
     try:
-        if outputs is not None:
-            return structured_grammar(outputs)
-        if isinstance(form, JsonSchemaFormat):
-            return Grammar.json_schema(form.json_schema.schema)
-        return Grammar.json_object() if isinstance(form, JsonObjectFormat) else None
+        yield
     except RequestRejected as exc:
-        where = _grammar_field(given)
-        raise ClientError(exc.code, f"{where}: {exc.message}", param=where) from None
+        raise ClientError(exc.code, f"{field}: {exc.message}", param=field) from None
 
 
 def structured_grammar(outputs: StructuredOutputs) -> Grammar:
     """Return the grammar in vLLM's form. Raises ClientError."""
-    try:
+    with _naming("structured_outputs"):
         return _structured(outputs)
-    except RequestRejected as exc:
-        raise ClientError(exc.code, f"structured_outputs: {exc.message}", param="structured_outputs") from None
 
 
 def _structured(outputs: StructuredOutputs) -> Grammar:
@@ -269,6 +294,9 @@ def _engine_message(message: Message, where: str, model: ServedModel) -> EngineM
         made["tool_call_id"] = message.tool_call_id
     if isinstance(message, AssistantMessage):
         made["content"] = content or message.refusal or ""
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning and "reasoning_content" in model.template:
+            made["reasoning_content"] = reasoning
         calls = message.tool_calls
         if calls and model.takes_tools:
             made["tool_calls"] = template_calls(calls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii  # json.dumps of a string, without its set-up
@@ -12,8 +13,9 @@ from trioengine.core.types import Chunk, Completion, FinishReason, Logprobs, Usa
 from trioengine.serve.errors import Problem
 from trioengine.serve.ids import new_id, unix_time
 from trioengine.serve.shown import Result, Shown, running_usage, timings_json, usage_json
+from trioengine.text.reasoning import AnswerParser, AnswerPart, Reasoning
 from trioengine.text.tokenizer import Tokenizer
-from trioengine.text.tool_calls import CallArguments, CallBegin, Part, ToolCallParser, ToolForm
+from trioengine.text.tool_calls import CallArguments, CallBegin
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -29,45 +31,70 @@ class ChatShape:
     top_logprobs: int | None
     fingerprint: str
     shown: Shown
+    skip_special_tokens: bool
     id: str = field(default_factory=lambda: new_id("chatcmpl-"))
     created: int = field(default_factory=unix_time)
 
-    def whole(self, results: Sequence[Result], usage: Usage, tool_form: ToolForm | None) -> bytes:
-        """Render a chat.completion; with a `tool_form` the tool calls in it."""
+    def whole(self, results: Sequence[Result], usage: Usage, parsers: Sequence[AnswerParser | None]) -> bytes:
+        """Render a chat.completion; a parser divides its answer into parts."""
         completions = [result.completion for result in results]
-        choices = [self._choice(index, each, tool_form) for index, each in enumerate(completions)]
-        shown = {**self.head("chat.completion"), "choices": choices, "usage": usage_json(usage)}
+        made = enumerate(zip(completions, parsers, strict=True))
+        choices = [self._choice(index, completion, parser) for index, (completion, parser) in made]
+        usage_shown = self._usage_json(usage, completions, parsers)
+        shown = {**self.head("chat.completion"), "choices": choices, "usage": usage_shown}
         if self.shown.token_ids:
             shown["prompt_token_ids"] = results[0].prompt_token_ids
         if self.shown.timings:
             shown["timings"] = timings_json(completions)
         return json.dumps(shown).encode()
 
-    def _choice(self, index: int, completion: Completion, tool_form: ToolForm | None) -> dict[str, Any]:
+    def _choice(self, index: int, completion: Completion, parser: AnswerParser | None) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
-        calls: list[dict[str, Any]] = []
-        is_cut = False
-        if tool_form is not None:
-            text, calls, is_cut = _calls_in(completion.text, tool_form)
-            message |= {"content": text or None, "tool_calls": calls} if calls else {"content": text}
+        if parser is not None:
+            message |= _message_of([*parser.feed(completion.text), *parser.finish()])
         choice = {
             "index": index,
             "message": message,
             "logprobs": self.logprobs(completion.logprobs),
-            "finish_reason": finish_reason(completion, has_calls=bool(calls) and not is_cut),
+            "finish_reason": finish_reason(completion, parser),
             "stop_reason": completion.stop_reason,
         }
         return {**choice, "token_ids": completion.token_ids} if self.shown.token_ids else choice
 
-    def last_frame(self, usage: Usage, completions: Sequence[Completion]) -> bytes:
+    def last_frame(
+        self, usage: Usage, completions: Sequence[Completion], parsers: Sequence[AnswerParser | None]
+    ) -> bytes:
         """Render the event without choices that has the usage and the timings; b"" if neither is asked for."""
         shown = {**self.head("chat.completion.chunk"), "choices": []}
         if self.shown.usage or self.shown.running_usage:
-            shown["usage"] = usage_json(usage)
+            shown["usage"] = self._usage_json(usage, completions, parsers)
         if self.shown.timings:
             shown["timings"] = timings_json(completions)
         is_due = self.shown.usage or self.shown.timings
         return f"data: {json.dumps(shown)}\n\n".encode() if is_due else b""
+
+    def _usage_json(
+        self, usage: Usage, completions: Sequence[Completion], parsers: Sequence[AnswerParser | None]
+    ) -> dict[str, Any]:
+        """Return the usage with the tokens of the reasoning, which the parsers have found, if they look for any."""
+        counts = [
+            self._num_reasoning_tokens(completion, parser.num_reasoning_characters)
+            for completion, parser in zip(completions, parsers, strict=True)
+            if parser is not None and parser.splits_reasoning
+        ]
+        details = {"completion_tokens_details": {"reasoning_tokens": sum(counts)}} if counts else {}
+        return {**usage_json(usage), **details}
+
+    def _num_reasoning_tokens(self, completion: Completion, num_characters: int | None) -> int:
+        """Return the number of the tokens up to the one that completes these characters; None stands for all."""
+        ids = completion.token_ids
+        if num_characters is None:
+            return len(ids)
+
+        def length(count: int) -> int:
+            return len(self.tokenizer.decode(ids[:count], skip_special_tokens=self.skip_special_tokens))
+
+        return bisect_left(range(len(ids)), num_characters, key=length)
 
     def head(self, name: str) -> dict[str, Any]:
         head = {"id": self.id, "object": name, "created": self.created, "model": self.model}
@@ -99,11 +126,11 @@ class ChatFrames:
         "reads_text_only",
     )
 
-    def __init__(self, shape: ChatShape, index: int, *, tool_form: ToolForm | None = None) -> None:
-        """With a `tool_form` the tool calls in the answer are rendered as such."""
+    def __init__(self, shape: ChatShape, index: int, parser: AnswerParser | None = None) -> None:
+        """A `parser` divides the answer into its parts."""
         shown = shape.shown
         self._shape = shape
-        self._parser = None if tool_form is None else ToolCallParser(tool_form)
+        self._parser = parser
         needs_tokens = shape.top_logprobs is not None or shown.token_ids or shown.running_usage
         self.reads_text_only = self._parser is None and not needs_tokens
         self._num_calls = 0
@@ -139,30 +166,29 @@ class ChatFrames:
         """Render a text without log-probabilities; b"" for an empty one."""
         return self._text_before + encode_basestring_ascii(text).encode() + self._text_after if text else b""
 
-    def _parts(self, parts: Iterable[Part]) -> bytes:
-        """Render text and tool calls; log-probabilities and token ids come with the next frame that there is."""
+    def _parts(self, parts: Iterable[AnswerPart]) -> bytes:
+        """Render reasoning, text and tool calls; log-probabilities and ids come with the next frame that there is."""
         return b"".join([self._frame(json.dumps(self._delta_of(part))) for part in parts])
 
-    def _delta_of(self, part: Part) -> dict[str, Any]:
+    def _delta_of(self, part: AnswerPart) -> dict[str, Any]:
         match part:
             case CallBegin(name):
                 self._num_calls += 1
                 call = {"index": self._num_calls - 1, **_call(name, "")}
             case CallArguments(text):
                 call = {"index": self._num_calls - 1, "function": {"arguments": text}}
+            case Reasoning(text):
+                return {"reasoning": text, "reasoning_content": text}
             case _:
                 return {"content": part}
         return {"tool_calls": [call]}
 
     def end(self, completion: Completion) -> bytes:
         """Render the rest of the answer, and the finish reason."""
-        parser, rest, has_calls = self._parser, b"", False
-        if parser is not None:
-            rest = self._parts(parser.finish())
-            has_calls = parser.num_calls > 0 and not parser.is_cut
+        rest = self._parts(self._parser.finish()) if self._parser is not None else b""
         if self._logprobs or self._token_ids:
             rest += self._frame('{"content": ""}')
-        reason = finish_reason(completion, has_calls=has_calls)
+        reason = finish_reason(completion, self._parser)
         stop_reason = f', "stop_reason": {json.dumps(completion.stop_reason)}'
         return rest + self._frame("{}", finish_reason=f'"{reason}"{stop_reason}')
 
@@ -181,26 +207,35 @@ class ChatFrames:
         return self._before + shown.encode() + b"}" + after
 
 
-def finish_reason(completion: Completion, *, has_calls: bool) -> str:
+def finish_reason(completion: Completion, parser: AnswerParser | None) -> str:
     """Return why it ended, as OpenAI names it."""
+    has_calls = parser is not None and parser.has_calls
     is_stop = completion.finish_reason is FinishReason.STOP
     return "tool_calls" if has_calls and is_stop else completion.finish_reason.value
 
 
-def _calls_in(answer: str, form: ToolForm) -> tuple[str, list[dict[str, Any]], bool]:
-    """Return the text and the calls of an answer, and whether the last call is cut."""
-    parser = ToolCallParser(form)
-    text: list[str] = []
+def _message_of(parts: Iterable[AnswerPart]) -> dict[str, Any]:
+    """Return the fields of a message for the parts of an answer."""
+    texts: list[str] = []
+    reasoning: list[str] = []
     calls: list[tuple[str, list[str]]] = []
-    for part in (*parser.feed(answer), *parser.finish()):
+    for part in parts:
         match part:
             case CallBegin(name):
                 calls.append((name, []))
             case CallArguments(arguments):
                 calls[-1][1].append(arguments)
+            case Reasoning(text):
+                reasoning.append(text)
             case _:
-                text.append(part)
-    return "".join(text), [_call(name, "".join(arguments)) for name, arguments in calls], parser.is_cut
+                texts.append(part)
+    message: dict[str, Any] = {"content": "".join(texts)}
+    if calls:
+        made = [_call(name, "".join(arguments)) for name, arguments in calls]
+        message = {"content": message["content"] or None, "tool_calls": made}
+    if reasoning:
+        message["reasoning"] = message["reasoning_content"] = "".join(reasoning)
+    return message
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:

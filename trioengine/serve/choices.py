@@ -70,7 +70,9 @@ class Frames(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Choice:
+class Choice:
+    """One choice, which may wait for its turn."""
+
     index: int
     session: Session
     generation: Generation
@@ -108,7 +110,7 @@ class Choices(abc.ABC):
         self._id = id
         self._headers = headers
         self._variables = variables
-        self._choices: Sequence[_Choice] = ()
+        self._choices: Sequence[Choice] = ()
         self._completions: dict[int, Completion] = {}
         self._failure: Exception | None = None  # the first one
         self._num_sent = 0  # choices whose events were all sent
@@ -137,9 +139,9 @@ class Choices(abc.ABC):
             Result(self._completions[choice.index], choice.generation.prompt_token_ids if self._shown.token_ids else ())
             for choice in self._choices
         ]
-        num_logprobs = sum(len(each.completion.logprobs or ()) for each in results) * (1 + (self._params.logprobs or 0))
+        takes_long = self._takes_long([result.completion for result in results])
         render = partial(self._rendered, results, self._usage)
-        content = await in_thread_if(num_logprobs > MANY_LOGPROBS, self._engine.ports, render)
+        content = await in_thread_if(takes_long, self._engine.ports, render)
         return HttpResponse(200, content, headers=self._headers)
 
     async def stream(self, body: Body) -> None:
@@ -154,7 +156,7 @@ class Choices(abc.ABC):
             await body.send(error_frames(problem_of(exc)), is_last=True)
             return
         if not self._is_closed:
-            await body.send(self._closing, is_last=True)
+            await body.send(await self._closing(), is_last=True)
 
     @property
     def _usage(self) -> Usage:
@@ -167,9 +169,17 @@ class Choices(abc.ABC):
             cached_tokens=sum(usage.cached_tokens for usage in firsts),
         )
 
-    @property
-    def _closing(self) -> bytes:
-        return self._last_frame(self._usage, [self._completions[choice.index] for choice in self._choices]) + DONE
+    async def _closing(self) -> bytes:
+        """Render the end of the stream."""
+        completions = [self._completions[choice.index] for choice in self._choices]
+        render = partial(self._last_frame, self._usage, completions)
+        return await in_thread_if(self._takes_long(completions), self._engine.ports, render) + DONE
+
+    def _takes_long(self, completions: Sequence[Completion]) -> bool:
+        """Whether there are so many log-probabilities that they are rendered in a thread."""
+        return (
+            sum(len(each.logprobs or ()) for each in completions) * (1 + (self._params.logprobs or 0)) > MANY_LOGPROBS
+        )
 
     async def _run_all(self, body: Body, *, streams: bool) -> None:
         SESSION.set(self._id)  # until the connection's next request, so that the access log has it as well
@@ -190,17 +200,17 @@ class Choices(abc.ABC):
             finally:
                 self._failure = None  # whose traceback has this frame: a cycle would keep the bytes of a bad image
 
-    def _made(self) -> list[_Choice]:
+    def _made(self) -> list[Choice]:
         """Return all choices, none of them begun.
 
         The choices of the first prompt are refused if there is no slot for one of them. The other prompts wait for
         slots behind it, and their further choices behind their first one.
         """
-        choices: list[_Choice] = []
+        choices: list[Choice] = []
         prompts, self._prompts = self._prompts, ()
         for prompt in prompts:
             wait = None if choices else False
-            first: _Choice | None = None
+            first: Choice | None = None
             for number in range(self._n):
                 index = len(choices)
                 label = self._id if len(prompts) * self._n == 1 else f"{self._id}-{index}"
@@ -208,10 +218,10 @@ class Choices(abc.ABC):
                 params = _numbered(self._params, number)
                 if first is None:
                     generation = session.generate(prompt, params, wait=wait)
-                    made = first = _Choice(index, session, generation, choices[0].admitted if choices else None, True)
+                    made = first = Choice(index, session, generation, choices[0].admitted if choices else None, True)
                 else:
                     generation = further_choice(session, first.generation, params, wait=wait)
-                    made = _Choice(index, session, generation, None if wait is False else first.admitted, False)
+                    made = Choice(index, session, generation, None if wait is False else first.admitted, False)
                 choices.append(made)
         return choices
 
@@ -219,7 +229,7 @@ class Choices(abc.ABC):
         for choice in self._choices:
             choice.session.end(cause)
 
-    async def _run(self, choice: _Choice, body: Body | None) -> None:
+    async def _run(self, choice: Choice, body: Body | None) -> None:
         """Answer with one choice; its failure ends the others, between two pieces."""
         try:
             if choice.after is not None:
@@ -232,7 +242,7 @@ class Choices(abc.ABC):
         finally:
             choice.admitted.set()
 
-    async def _answer(self, choice: _Choice, body: Body | None) -> None:
+    async def _answer(self, choice: Choice, body: Body | None) -> None:
         ids = filter(None, (self._id, REQUEST_ID.get(), self._request_id))  # for /abort_request
         generation = choice.generation
         if self._give_up_claim is not None and choice.index < self._n:
@@ -250,13 +260,13 @@ class Choices(abc.ABC):
         except RequestRejected as exc:
             raise in_fields(exc, self._names) from None
 
-    def _on_admitted(self, choice: _Choice) -> None:
+    def _on_admitted(self, choice: Choice) -> None:
         choice.admitted.set()
         self._num_unprepared -= choice.is_first
         if self._held is not None and not self._num_unprepared:
             self._held.give_all_back()
 
-    async def _send_all(self, choice: _Choice, body: Body) -> None:
+    async def _send_all(self, choice: Choice, body: Body) -> None:
         """Send the events of a choice, and with the last one of all choices the end of the stream."""
         frames, generation = self._frames(choice.index), choice.generation
         sink = _Sink(generation, frames, body)
@@ -274,7 +284,9 @@ class Choices(abc.ABC):
         completion = self._completions[choice.index] = finished(generation)
         unsent += frames.end(completion)
         self._is_closed = self._num_sent == len(self._choices) - 1
-        await body.send(unsent + self._closing if self._is_closed else unsent, is_last=self._is_closed)
+        if self._is_closed:
+            unsent += await self._closing()
+        await body.send(unsent, is_last=self._is_closed)
         self._num_sent += 1
 
 

@@ -12,9 +12,11 @@ from trioengine.core.checks import MAX_COUNT, integer, is_key, number
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.wording import brief
+from trioengine.text.reasoning import REASONING_FORMS
 from trioengine.text.tool_calls import FORMS
 
 TOOL_CALL_PARSERS = ("auto", *FORMS)
+REASONING_PARSERS = ("none", *REASONING_FORMS)
 UNKNOWN_FIELDS = ("warn", "refuse")
 MAX_PORT = 65535
 MAX_BYTES = 1 << 50
@@ -86,6 +88,7 @@ class ServeConfig(ConnectionLimits):
     weights_dir: str | None = None  # where the checkpoints lie that /update_weights may name
     unknown_fields: str = "warn"  # or "refuse": fields of a request that this server does not know
     tool_call_parser: str = "auto"  # the form of tool calls: hermes, llama3, json; auto: as the template shows it
+    reasoning_parser: str = "none"  # the form of reasoning: deepseek_r1, qwen3; none: it is part of the text
     insecure: bool = False  # serve all clients of all machines, without any key
     shutdown_timeout: float = 30.0  # that requests have after the first SIGTERM or SIGINT
     max_connections: int = 4096  # at a time; one that waits makes room for more, or they are answered with 503
@@ -110,6 +113,9 @@ class ServeConfig(ConnectionLimits):
         if self.tool_call_parser not in TOOL_CALL_PARSERS:
             names = ", ".join(TOOL_CALL_PARSERS)
             raise InvalidConfig.of("tool_call_parser", f"must be one of {names}, got {brief(self.tool_call_parser)}")
+        if self.reasoning_parser not in REASONING_PARSERS:
+            names = ", ".join(REASONING_PARSERS)
+            raise InvalidConfig.of("reasoning_parser", f"must be one of {names}, got {brief(self.reasoning_parser)}")
         if not isinstance(self.insecure, bool):
             raise InvalidConfig.of("insecure", f"must be True or False, got {brief(self.insecure)}")
         for field in ("api_key", "admin_key"):

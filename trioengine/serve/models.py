@@ -22,6 +22,7 @@ from trioengine.serve.responses import Model as ModelResponse
 from trioengine.serve.routes import BELOW, Operation, Routes, get, post
 from trioengine.serve.unknown_fields import UnknownFields
 from trioengine.text.conversation import Prompt, check_length
+from trioengine.text.prompt_end import OPTIONS
 
 MODELS = "/v1/models"
 T = TypeVar("T", TokenizeRequest, DetokenizeRequest)
@@ -139,8 +140,8 @@ class Tokenization:
         return {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings}
 
     def _ids_of_text(self, given: TokenizeRequest, text: str) -> list[int]:
-        for name, value in (("messages", given.messages), ("add_generation_prompt", given.add_generation_prompt)):
-            if value is not None:
+        for name in ("messages", *OPTIONS):
+            if getattr(given, name) is not None:
                 raise ClientError("invalid_value", f"{name} does not go with prompt", param=name)
         self._check_length(text, "prompt")
         tokenizer = self._engine.tokenizer.tokenizer
@@ -156,8 +157,11 @@ class Tokenization:
         if given.add_special_tokens:
             message = "add_special_tokens is for prompt: the chat template has messages' own"
             raise ClientError("invalid_value", message, param="add_special_tokens")
-        add_prompt = given.add_generation_prompt is not False
-        return self._engine.tokenizer.apply_chat_template(messages, add_generation_prompt=add_prompt)
+        return self._engine.tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=given.add_generation_prompt is not False,
+            continue_final_message=bool(given.continue_final_message),
+        )
 
     def _check_length(self, prompt: Prompt, name: str) -> None:
         """Raise ClientError for a prompt beyond the context: tokenizing takes a hundred bytes of memory for each."""

@@ -95,6 +95,8 @@ class AssistantMessage(Struct, tag="assistant", tag_field="role"):
     refusal: str | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
+    reasoning_content: Annotated[str | None, Meta(description="Given to chat templates that print it.")] = None
+    reasoning: Annotated[str | None, Meta(description="The same by its later name.")] = None
 
 
 class ToolMessage(Struct, tag="tool", tag_field="role"):
@@ -226,6 +228,10 @@ class ChatCompletionRequest(Sampling, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[
+        bool | None, Meta(description="The answer continues the last message; needs add_generation_prompt=false.")
+    ] = None
     reasoning_effort: str | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID, description="for /abort_request")] | None = None
 
@@ -254,6 +260,7 @@ class TokenizeRequest(Struct, kw_only=True):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 

@@ -40,6 +40,10 @@ class PromptTokensDetails(Struct):
     cached_tokens: Annotated[int, Meta(ge=0, description="Found in the prefix cache.")]
 
 
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: Annotated[int, Meta(ge=0, description="Up to the end of the reasoning, its tags included.")]
+
+
 class Usage(Struct):
     prompt_tokens: _Count
     completion_tokens: Annotated[int, Meta(ge=0, description="The end token included.")]
@@ -47,6 +51,9 @@ class Usage(Struct):
     prompt_tokens_details: Annotated[PromptTokensDetails, Meta(description="Not in the usage so far.")] | UnsetType = (
         UNSET
     )
+    completion_tokens_details: Annotated[
+        CompletionTokensDetails | UnsetType, Meta(description="With --reasoning-parser.")
+    ] = UNSET
 
 
 class TopLogprob(Struct):
@@ -80,6 +87,8 @@ class AnswerMessage(Struct):
     content: Annotated[str | None, Meta(description="Null if there are only tool calls.")]
     refusal: None
     tool_calls: list[AnswerCall] | UnsetType = UNSET
+    reasoning: Annotated[str | UnsetType, Meta(description="With --reasoning-parser, if there is any.")] = UNSET
+    reasoning_content: Annotated[str | UnsetType, Meta(description="The same by its earlier name.")] = UNSET
 
 
 class Timings(Struct):
@@ -147,6 +156,8 @@ class CallDelta(Struct):
 class Delta(Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: Annotated[str | UnsetType, Meta(description="The same by its earlier name.")] = UNSET
     tool_calls: Annotated[list[CallDelta], Meta(min_length=1, max_length=1)] | UnsetType = UNSET
 
 

@@ -42,6 +42,7 @@ from trioengine.serve.routes import Routes, plain_routes, post
 from trioengine.serve.tls import tls_context
 from trioengine.serve.unknown_fields import UnknownFields
 from trioengine.serve.websocket import AcceptedWebSocket
+from trioengine.text.reasoning import REASONING_FORMS
 from trioengine.text.tool_calls import FORMS
 
 ABORT_TIMEOUT = 1.0  # seconds for connections to report an abort to their clients
@@ -124,7 +125,8 @@ class Server:
         engine, model = self.engine, self.model_name
         unknown_fields = self._unknown_fields
         tool_form = FORMS.get(self.config.tool_call_parser)  # None: auto
-        chat = ChatCompletions(engine, model, self.in_flight, unknown_fields, tool_form)
+        reasoning_form = REASONING_FORMS.get(self.config.reasoning_parser)  # None: none
+        chat = ChatCompletions(engine, model, self.in_flight, unknown_fields, tool_form, reasoning_form)
         completions = Completions(engine, model, self.in_flight, unknown_fields)
         routes = {
             **plain_routes(engine, self.metrics),

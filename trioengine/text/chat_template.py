@@ -9,7 +9,8 @@ trimmed as in Hugging Face's transformers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import BuiltinMethodType, MappingProxyType, MethodType
 from typing import Any, NoReturn, cast
 
@@ -24,6 +25,7 @@ from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.core.wording import brief, excerpt
 from trioengine.text import template_operations as operations
 from trioengine.text.messages import IMAGE_PART, check_json, copied, text_part
+from trioengine.text.prompt_end import PromptEnd
 from trioengine.text.template_filters import FILTERS, TESTS, ChatSandbox, FormatMethod, methods_of
 from trioengine.text.template_operations import BoundedContext, Budget, TemplateTooCostly, within_budget
 from trioengine.text.template_rewriting import INTERNAL_FILTERS, TemplateRefused, rewrite
@@ -32,21 +34,24 @@ MAX_SOURCE = 128 << 10  # characters
 CALL_STEPS = 5
 _LOCALS = ("_block_vars", "_loop_vars")  # Jinja passes these to every call, for functions that take the context
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
-RESERVED = ("messages", "add_generation_prompt", "bos_token", "eos_token")  # variables that callers do not set
+RESERVED = ("messages", "bos_token", "eos_token")  # variables that callers do not set
 _PROBE = "trioengine"  # a word that a template is rendered with, to see which contents it prints
 
 
 class ChatTemplate:
     """Renders a conversation as the text that the model was trained on. Safe for threads.
 
-    Raises ModelError if the source does not compile, or has a statement that chat templates may not have.
+    `strftime` formats the time of the call, for a template's `strftime_now`, which is undefined without it. Raises
+    ModelError if the source does not compile, or has a statement that chat templates may not have.
     """
 
-    def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
+    def __init__(
+        self, source: str, *, bos_token: str = "", eos_token: str = "", strftime: Callable[[str], str] | None = None
+    ) -> None:
         self.source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
-            self._template = TemplateEnvironment().from_string(source)
+            self._template = TemplateEnvironment(strftime).from_string(source)
         except Exception as exc:  # jinja2's own errors, and Python's for a template that is nested too deeply
             raise ModelError(f"the chat template does not compile: {excerpt(str(exc))}") from exc
 
@@ -113,6 +118,7 @@ def checked_variables(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
     for reserved in RESERVED:
         if reserved in variables:
             raise rejected(name, f"may not have {reserved!r}, which the engine sets")
+    PromptEnd.of(variables, f"{name}.")
     check_json(variables, name)
     return cast("Mapping[str, Any]", copied(variables))
 
@@ -139,7 +145,7 @@ class TemplateEnvironment(ChatSandbox):
     context_class = BoundedContext
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
 
-    def __init__(self) -> None:
+    def __init__(self, strftime: Callable[[str], str] | None = None) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -152,6 +158,8 @@ class TemplateEnvironment(ChatSandbox):
         self.tests = dict(TESTS)
         allowed = ("range", "dict", "namespace", "cycler", "joiner")
         self.globals = {name: self.globals[name] for name in allowed} | {"raise_exception": raise_exception}
+        if strftime is not None:
+            self.globals["strftime_now"] = partial(operations.formatted_time, strftime)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         if len(source) > MAX_SOURCE:

@@ -20,6 +20,7 @@ from trioengine.core.image import VISION_MODEL, Image, ImageProcessing, is_image
 from trioengine.core.types import TokenIds
 from trioengine.text.chat_template import NO_VARIABLES, ChatTemplate
 from trioengine.text.messages import IMAGE_PART, Message, text_part
+from trioengine.text.prompt_end import ADD_PROMPT, CONTINUE, PromptEnd, cut_at_mark, marked
 from trioengine.text.tokenizer import Tokenizer
 
 _FIRST, _ESCAPE = 0x100000, "\U0010fffd"  # plane 16, private use; such characters in a content are escaped
@@ -72,17 +73,22 @@ class ChatTokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> list[int]:
-        """Return the token ids of a conversation as a prompt. Raises RequestRejected for bad messages."""
-        rendering = self.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+        """Return the token ids of a conversation as a prompt. Raises RequestRejected for bad messages.
+
+        `continue_final_message` leaves the last message, an assistant's, open; `add_generation_prompt` is false then.
+        """
+        end = PromptEnd.of({ADD_PROMPT: add_generation_prompt, CONTINUE: continue_final_message})
+        rendering = self.render(messages, end=end, variables=variables)
         return self.encode_rendering(rendering).tolist()
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
+        end: PromptEnd = PromptEnd.GENERATION_PROMPT,
         variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
         """Return the text of a conversation with its contents protected, for `encode_rendering`."""
@@ -91,10 +97,13 @@ class ChatTokenizer:
         images = list(image_parts(messages))
         if images and self.image_refusal:
             raise RequestRejected("images_not_supported", f"messages: {self.image_refusal}", param="messages")
-        protected = list(map(self._protect_message, messages))
+        is_open = end is PromptEnd.OPEN_MESSAGE
+        protected = list(map(self._protect_message, marked(messages) if is_open else messages))
+        adds_prompt = end is PromptEnd.GENERATION_PROMPT
         rendering = self._template.render(
-            protected, add_generation_prompt=add_generation_prompt, variables=self._protect_all(variables)
+            protected, add_generation_prompt=adds_prompt, variables=self._protect_all(variables)
         )
+        rendering = cut_at_mark(rendering) if is_open else rendering
         return rendering if self.images is None else expand_images(rendering, images, self.images)
 
     def encode_rendering(self, rendering: str) -> TokenIds:

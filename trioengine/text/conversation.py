@@ -26,6 +26,7 @@ from trioengine.text.chat_template import NO_VARIABLES
 from trioengine.text.chat_tokenizer import ChatTokenizer, PlacedImage, image_parts, num_image_tokens, place_images
 from trioengine.text.messages import BYTES, Message, Turns, check_unicode, checked_messages, copied
 from trioengine.text.output import Detokenizer
+from trioengine.text.prompt_end import OPTIONS, PromptEnd, with_answer
 
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 
@@ -55,7 +56,8 @@ class Conversation:
     ) -> None:
         """`variables` are for the chat template: see `checked_variables`."""
         self.tokenizer = tokenizer
-        self._variables = variables
+        self._variables = {name: value for name, value in variables.items() if name not in OPTIONS}
+        self._end = PromptEnd.of(variables)
         self._messages: tuple[Message, ...] = ()
         self._token_ids: TokenIds = token_ids()  # empty if the whole conversation has to be tokenized
         self._rendering = ""  # the text of these ids, without the closing
@@ -124,7 +126,7 @@ class Conversation:
             self._token_ids.extend(kept)
         else:
             self._token_ids = token_ids()
-        self._messages = (*prepared.messages, {"role": "assistant", "content": text})
+        self._messages = with_answer(prepared.messages, self._end, text)
         self.images = self._found(self._messages)
         self._rendering = prepared.rendering + self.tokenizer.protect(text)
 
@@ -149,7 +151,7 @@ class Conversation:
 
     def _tokenized(self, messages: tuple[Message, ...], dropped_turns: int = 0, dropped: range = range(0)) -> Prepared:
         """Render and tokenize the messages that are left after the messages of the `dropped` indices are dropped."""
-        rendering = self.tokenizer.render(messages, variables=self._variables)
+        rendering = self.tokenizer.render(messages, end=self._end, variables=self._variables)
         ids = self._extended(rendering)
         if not ids:
             raise RequestRejected("empty_prompt", "prompt: the chat template renders it to nothing", param="prompt")

@@ -37,6 +37,7 @@ _PRINTED_BYTES = 4  # of text for a byte of text that is printed within a list: 
 _FORMAT_STEPS = 40  # for a field of up to 999 characters and 999 digits
 _FIELDS = re.compile(r"%%|%(?:\([^()]*\))?[#0\- +.\d*]*\(?")  # of a printf-style format, up to their types
 _TOO_WIDE = re.compile(r"\*|\d{4}|\($")  # or with parentheses in its key, which hide where that ends
+_TIME_FORMAT = re.compile(r"(?:[^%]|%-?[A-Za-z%]){0,128}")  # without widths, which the C library takes
 _ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -193,6 +194,13 @@ def within_budget(operation: Callable[..., Any]) -> Callable[..., Any]:
         return operation(context.budget, *operands)
 
     return call
+
+
+def formatted_time(strftime: Callable[[str], str], format: Any) -> str:
+    """Return the present time in this format; the result is a few times as long as a format, which is short."""
+    if not isinstance(format, str) or _TIME_FORMAT.fullmatch(format) is None:
+        raise SecurityError("strftime_now takes a short format without widths")
+    return strftime(format)
 
 
 # ---- operations ---------------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ class ToolCallParser:
         if tag:
             self._give_text_before_call(text)
             return self._turn_to(_State.HEAD, rest)
-        ready = text[: len(text) - _overlap(text, self._begin)].rstrip()
+        ready = text[: len(text) - overlap(text, self._begin)].rstrip()
         self._give_text(ready)
         self._buffer = text[len(ready) :]
         return False
@@ -261,7 +261,7 @@ def _arguments(call: Any) -> str | None:
     return json.dumps(arguments) if isinstance(arguments, dict) else None
 
 
-def _overlap(text: str, tag: str) -> int:
+def overlap(text: str, tag: str) -> int:
     """Return the length of the longest end of the text with which the tag begins."""
     return next((count for count in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-count:])), 0)
 
