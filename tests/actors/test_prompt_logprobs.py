@@ -57,3 +57,18 @@ async def test_they_are_whole_after_a_death(autojump_clock, simulated, num_token
 def test_an_answer_of_no_tokens_needs_them():
     with pytest.raises(RequestRejected, match="max_tokens must be at least 1 without prompt_logprobs, got 0"):
         SamplingParams(max_tokens=0)
+
+
+async def test_a_prompt_that_fills_the_context(autojump_clock, simulated):
+    """It may be scored, with and without a session; a longer one is refused, as is an answer behind it."""
+    engine, _ = simulated
+    limit = engine.limits.max_model_len
+    prompt = [97 + number % 26 for number in range(limit)]
+    expected = (None, *toy_prompt_logprobs(prompt, 2))
+    assert (await engine.generate(prompt, SCORE)).prompt_logprobs == expected
+    async with engine.open_session() as session:
+        assert (await session.ask(prompt, SCORE)).prompt_logprobs == expected
+    with pytest.raises(RequestRejected, match=f"{limit + 1} tokens"):
+        await engine.generate([*prompt, 97], SCORE)
+    with pytest.raises(RequestRejected, match="leave no room"):
+        await engine.generate(prompt, SamplingParams(max_tokens=1, prompt_logprobs=2))

@@ -14,6 +14,7 @@ from trioengine.core.sampling_params import (
     SamplingOptions,
     check_overflow,
     check_retention_ratio,
+    check_room,
     merged_params,
     prompt_limit,
     retained,
@@ -147,3 +148,24 @@ def test_a_ratio_of_the_limit_is_retained(limit, low, high):
     assert 0 <= retained(limit, low) <= retained(limit, high) <= limit
     assert retained(limit, low) <= limit * low < retained(limit, low) + 1
     assert (retained(limit, 0), retained(limit, 1)) == (0, limit)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_tokens", "problem"),
+    [
+        (511, None, None),
+        (511, 1, None),
+        (512, 0, None),
+        (512, None, "prompt: 512 tokens leave no room for an answer in a context of 512"),
+        (512, 1, "prompt: 512 tokens leave no room for an answer in a context of 512"),
+        (513, 0, "prompt: 513 tokens are too many for a context of 512"),
+    ],
+)
+def test_room_for_an_answer(num_tokens, max_tokens, problem):
+    if problem is None:
+        check_room(num_tokens, 512, max_tokens)
+        return
+    with pytest.raises(RequestRejected) as refused:
+        check_room(num_tokens, 512, max_tokens)
+    assert (refused.value.code, refused.value.message) == ("context_length_exceeded", problem)
+    assert refused.value.param == "prompt"

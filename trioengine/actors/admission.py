@@ -22,7 +22,7 @@ from trioengine.actors.waiting_line import NOT_NOW, waits_for
 from trioengine.core.checks import PromptPlaces
 from trioengine.core.errors import EngineError, RequestRejected, TimedOut
 from trioengine.core.lifecycle import Phase
-from trioengine.core.sampling_params import ResolvedParams, SamplingParams, prompt_limit, resolved_params
+from trioengine.core.sampling_params import ResolvedParams, SamplingParams, check_room, prompt_limit, resolved_params
 from trioengine.core.types import Cause
 from trioengine.text.conversation import Conversation, Prepared, Prompt, check_length, newest_turn
 from trioengine.text.output import OutputText
@@ -218,12 +218,7 @@ async def _prepared(entry: _Entry, prompt: Prompt) -> Prepared:
 def _check(runtime: Runtime, prepared: Prepared, params: SamplingParams) -> None:
     """Raise RequestRejected for a prompt without room for an answer, and for token ids beyond the vocabulary."""
     limit, vocab_size = runtime.limits.max_model_len, runtime.limits.vocab_size
-    if len(prepared.token_ids) >= limit:
-        raise RequestRejected(
-            "context_length_exceeded",
-            f"prompt: {len(prepared.token_ids)} tokens leave no room for an answer in a context of {limit}",
-            param="prompt",
-        )
+    check_room(len(prepared.token_ids), limit, params.max_tokens)
     for name in ("stop_token_ids", "logit_bias"):
         for token_id in getattr(params, name):
             if token_id >= vocab_size:

@@ -257,6 +257,18 @@ def prompt_limit(max_model_len: int, max_tokens: int | None) -> int:
     return max_model_len - room
 
 
+def check_room(num_tokens: int, max_model_len: int, max_tokens: int | None, name: str = "prompt") -> None:
+    """Raise RequestRejected for a prompt of so many tokens that it leaves no room for an answer.
+
+    A prompt that is only scored, with `max_tokens` 0, may fill the context. `name` is the prompt's path.
+    """
+    if num_tokens < max_model_len or (max_tokens == 0 and num_tokens == max_model_len):
+        return
+    problem = "are too many for" if max_tokens == 0 else "leave no room for an answer in"
+    message = f"{name}: {num_tokens} tokens {problem} a context of {max_model_len}"
+    raise RequestRejected("context_length_exceeded", message, param=name)
+
+
 def retained(limit: int, ratio: float) -> int:
     """Return to how many tokens a prompt over its `limit` is shortened.
 

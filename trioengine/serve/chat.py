@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from trioengine.actors.engine import Engine
-from trioengine.core.types import Completion, Usage
+from trioengine.core.types import Chunk, Completion, Usage
 from trioengine.serve.chat_request import FIELDS, ChatRequest, ServedModel, parse_chat_request
 from trioengine.serve.chat_response import KEEP_ALIVE, ChatFrames, ChatShape
 from trioengine.serve.choices import Choice, Choices
@@ -109,10 +109,10 @@ class _ChatCompletion(Choices):
     def _last_frame(self, usage: Usage, completions: Sequence[Completion]) -> bytes:
         return self._shape.last_frame(usage, completions, [self._parsers[index] for index in range(len(completions))])
 
-    def _takes_long(self, completions: Sequence[Completion]) -> bool:
+    def _takes_long(self, parts: Sequence[Chunk | Completion]) -> bool:
         """Whether there are many log-probabilities, or long answers whose reasoning is counted."""
-        num_tokens = 0 if self._form.reasoning is None else sum(len(each.token_ids) for each in completions)
-        return num_tokens > MANY_TOKENS or super()._takes_long(completions)
+        num_tokens = 0 if self._form.reasoning is None else sum(len(each.token_ids) for each in parts)
+        return num_tokens > MANY_TOKENS or super()._takes_long(parts)
 
     def _parser(self) -> AnswerParser | None:
         """Return a parser of an answer; None for one that is a text and nothing else."""

@@ -136,7 +136,7 @@ class Choices(abc.ABC):
         """Run all choices, and return them in one piece."""
         await self._run_all(body, streams=False)
         results = [
-            Result(self._completions[choice.index], choice.generation.prompt_token_ids if self._shown.token_ids else ())
+            Result(self._completions[choice.index], choice.generation.prompt_token_ids if self._needs_prompt else ())
             for choice in self._choices
         ]
         takes_long = self._takes_long([result.completion for result in results])
@@ -159,6 +159,11 @@ class Choices(abc.ABC):
             await body.send(await self._closing(), is_last=True)
 
     @property
+    def _needs_prompt(self) -> bool:
+        """Whether the response depends on the token ids of the prompts, or their numbers."""
+        return self._shown.token_ids or self._shown.running_usage
+
+    @property
     def _usage(self) -> Usage:
         """The sums: each prompt counts once."""
         usages = [self._completions[choice.index].usage for choice in self._choices]
@@ -175,11 +180,10 @@ class Choices(abc.ABC):
         render = partial(self._last_frame, self._usage, completions)
         return await in_thread_if(self._takes_long(completions), self._engine.ports, render) + DONE
 
-    def _takes_long(self, completions: Sequence[Completion]) -> bool:
+    def _takes_long(self, parts: Sequence[Chunk | Completion]) -> bool:
         """Whether there are so many log-probabilities that they are rendered in a thread."""
-        return (
-            sum(len(each.logprobs or ()) for each in completions) * (1 + (self._params.logprobs or 0)) > MANY_LOGPROBS
-        )
+        num_positions = sum(len(each.logprobs or ()) + len(each.prompt_logprobs or ()) for each in parts)
+        return num_positions * (1 + (self._params.logprobs or 0)) > MANY_LOGPROBS
 
     async def _run_all(self, body: Body, *, streams: bool) -> None:
         SESSION.set(self._id)  # until the connection's next request, so that the access log has it as well
@@ -270,11 +274,12 @@ class Choices(abc.ABC):
         """Send the events of a choice, and with the last one of all choices the end of the stream."""
         frames, generation = self._frames(choice.index), choice.generation
         sink = _Sink(generation, frames, body)
-        needs_prompt = self._shown.token_ids or self._shown.running_usage
-        unsent = frames.opening(generation.prompt_token_ids if needs_prompt else ())
+        unsent = frames.opening(generation.prompt_token_ids if self._needs_prompt else ())
         async for chunk in generation:
-            delta = frames.delta(chunk)
-            if generation.outcome is not None and generation.outcome.is_complete:
+            is_last = generation.outcome is not None and generation.outcome.is_complete
+            takes_long = chunk.prompt_logprobs is not None and self._takes_long((chunk,))  # in the first chunk only
+            delta = await in_thread_if(takes_long, self._engine.ports, partial(frames.delta, chunk))
+            if is_last:
                 unsent += delta  # sent together with the end
                 break
             if delta:

@@ -17,8 +17,6 @@ from trioengine.serve.shown import Shown
 DEFAULT_MAX_TOKENS = 16  # as OpenAI has it
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {  # with the values that change nothing
     "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (),
     "prompt_logprobs": (),
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -33,6 +31,7 @@ class CompletionRequest:
     prompts: Sequence[str | list[int]]
     params: SamplingParams
     n: int  # choices for each prompt
+    echo: bool  # the prompt comes before the answer
     stream: bool
     shown: Shown
     request_id: str | None  # the client's own, for /abort_request
@@ -46,16 +45,35 @@ def parse_completion_request(body: bytes, model: str) -> CompletionRequest:
     check_model(given.model, model)
     check_supported(fields, _UNSUPPORTED)
     max_tokens = DEFAULT_MAX_TOKENS if given.max_tokens is None else given.max_tokens
+    if not (max_tokens or given.echo):
+        raise ClientError("invalid_value", "max_tokens must be at least 1 without echo, got 0", param="max_tokens")
+    prompt_logprobs = _prompt_logprobs(given, max_tokens)
     grammar = None if given.structured_outputs is None else structured_grammar(given.structured_outputs)
     return CompletionRequest(
         prompts=_prompts(given.prompt),
-        params=sampling_params(given, max_tokens=max_tokens, grammar=grammar),
+        params=sampling_params(
+            given, max_tokens=max_tokens, logprobs=given.logprobs, prompt_logprobs=prompt_logprobs, grammar=grammar
+        ),
         n=given.n or 1,
+        echo=bool(given.echo),
         stream=bool(given.stream),
         shown=shown_parts(given, fields),
         request_id=given.request_id,
         unknown=unknown_names(fields, FIELDS),
     )
+
+
+def _prompt_logprobs(given: CompletionBody, max_tokens: int) -> int | None:
+    """Return the engine's parameter: with echo, for shown log-probabilities and for an answer of no tokens.
+
+    Raises ClientError for several choices, each of which would compute such a prompt anew.
+    """
+    if not given.echo or (max_tokens and given.logprobs is None):
+        return None
+    if (given.n or 1) > 1:
+        reason = "with echo and logprobs" if max_tokens else "with max_tokens 0"
+        raise ClientError("invalid_value", f"n must be 1 {reason}, got {given.n}", param="n")
+    return given.logprobs or 0
 
 
 def _prompts(given: str | list[Any]) -> Sequence[str | list[int]]:

@@ -191,13 +191,16 @@ def sampling_params(
     *,
     max_tokens: int | None,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     grammar: Grammar | None = None,
     where: str = "",
 ) -> SamplingParams:
     """Return the engine's parameters. Raises ClientError for values that do not go together."""
     values = {name: value for name in _SAMPLING if (value := getattr(given, name)) is not None}
     try:
-        return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar)
+        return SamplingParams(
+            **values, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, grammar=grammar
+        )
     except RequestRejected as exc:
         raise ClientError(exc.code, f"{where}{exc.message}", param=f"{where}{exc.param}") from exc
 

@@ -241,7 +241,9 @@ class CompletionBody(Sampling, kw_only=True):
 
     prompt: str | Annotated[list[str | _TokenId | Annotated[list[_TokenId], Meta(min_length=1)]], _PROMPTS]
     model: str | None = None
-    max_tokens: Annotated[int, _bounds("max_tokens", "16 by default", 1)] | None = None
+    max_tokens: Annotated[int, _bounds("max_tokens", "16 by default; 0 with echo only")] | None = None
+    echo: Annotated[bool | None, Meta(description="The prompt comes before the answer, in logprobs as well.")] = None
+    logprobs: Annotated[int, _bounds("logprobs", "The best tokens of each position to show.")] | None = None
     n: _N | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

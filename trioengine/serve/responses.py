@@ -181,10 +181,21 @@ class ChatCompletionChunk(_Chunk, kw_only=True):
 # ---- completions ---------------------------------------------------------------------------------------------------
 
 
+class CompletionLogprobs(Struct):
+    """An entry for each token, with echo of the prompt as well; null for the first token of a prompt."""
+
+    tokens: Annotated[list[str], Meta(description='Bytes that are not whole UTF-8 are "bytes:\\x…".')]
+    token_logprobs: list[float | None]
+    top_logprobs: Annotated[
+        list[dict[str, float] | None], Meta(description="The best of each position, and its token.")
+    ]
+    text_offset: Annotated[list[_Count], Meta(description="Characters from the beginning of the prompt.")]
+
+
 class _CompletionText(Struct, kw_only=True):
     index: Annotated[int, Meta(ge=0, description="Of the choice: the choices of a prompt follow each other.")]
     text: str
-    logprobs: None
+    logprobs: CompletionLogprobs | None
     token_ids: _TokenIds | UnsetType = UNSET
     prompt_token_ids: _TokenIds | UnsetType = UNSET
 

@@ -126,11 +126,12 @@ class Tokenizer:
 
     def surrounded(self, ids: list[int]) -> list[int]:
         """Return the ids with the special tokens that the tokenizer.json adds around a text; a GGUF file has none."""
-        before, after = self._surroundings
+        before, after = self.surroundings
         return [*before, *ids, *after]
 
     @cached_property
-    def _surroundings(self) -> tuple[list[int], list[int]]:
+    def surroundings(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer.json adds before a text, and after it."""
         text = self._tokenizer.encode("a", add_special_tokens=False).ids
         ids = self._tokenizer.encode("a", add_special_tokens=True).ids
         length = len(text)

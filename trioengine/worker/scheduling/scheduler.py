@@ -101,7 +101,7 @@ class Scheduler:
         Raises RequestRejected, and nothing changes: `empty_prompt`, `context_length_exceeded` or `invalid_value`
         (a token outside the vocabulary).
         """
-        self.limits.check_prompt(sequence.token_ids)
+        self.limits.check_prompt(sequence.token_ids, sequence.params.max_tokens)
         if sequence.request in self._sequences:
             raise InvariantError(f"request {sequence.request} is added twice")
         self._sequences[sequence.request] = sequence

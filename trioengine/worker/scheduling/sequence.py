@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from trioengine.core.errors import RequestRejected
 from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.power import Tag
-from trioengine.core.sampling_params import ResolvedParams
+from trioengine.core.sampling_params import ResolvedParams, check_room
 from trioengine.core.types import FinishReason, Logprobs, Usage, token_ids
 from trioengine.worker.scheduling.images import Picture, PromptImages, Tile, TilePiece, TileShape, Vision
 
@@ -204,16 +204,11 @@ class Limits:
         """`max_model_len`, or less where the whole KV cache holds less: so any sequence can always run alone."""
         return min(self.max_model_len, self.kv_blocks_total * self.block_size)
 
-    def check_prompt(self, token_ids: Items[int]) -> None:
-        """Raise RequestRejected for a prompt that cannot run."""
-        limit = self.max_sequence_len
+    def check_prompt(self, token_ids: Items[int], max_tokens: int | None) -> None:
+        """Raise RequestRejected for a prompt that cannot run, for an answer of so many tokens."""
         if not token_ids:
             raise RequestRejected("empty_prompt", "the prompt has no tokens")
-        if len(token_ids) >= limit:
-            raise RequestRejected(
-                "context_length_exceeded",
-                f"the prompt has {len(token_ids)} tokens, and prompt and answer together at most {limit}",
-            )
+        check_room(len(token_ids), self.max_sequence_len, max_tokens)
         if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
             raise RequestRejected("invalid_value", f"token ids must be from 0 to {self.vocab_size - 1}")
 
