@@ -7,14 +7,14 @@ import torch
 from helpers.torch_driver import load
 
 from trioengine.core.messages import RequestFailed
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.runner import scoring
 from trioengine.worker.scheduling import sequence as steps
 from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import Limits, ScheduledSequence, SchedulerOutput, Sequence
 
-SCORED = SamplingParams(temperature=0.0, max_tokens=0, seed=0, prompt_logprobs=3)
+SCORED = ResolvedParams(temperature=0.0, max_tokens=0, seed=0, prompt_logprobs=3)
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def expected(path):
     known = {}
 
     def after(prefix):
-        params = SamplingParams(temperature=0.0, seed=0)
+        params = ResolvedParams(temperature=0.0, seed=0)
         entry = ScheduledSequence(
             Sequence(0, 0, list(prefix), len(prefix), params, frozenset(), block_table=[*range(6)]), len(prefix)
         )
@@ -130,8 +130,8 @@ def test_preempted_and_with_answers(tiny_llama, path, expected):
     prompts = [tiny_llama.PROMPT[start : start + 20] for start in range(8)]
     limits = {"kv_blocks_total": 30, "chunked_prefill_size": 9, "max_num_batched_tokens": 40}
     greedy = {"temperature": 0.0, "max_tokens": 20, "seed": 0, "ignore_eos": True}
-    _, alone, _ = run(runner, prompts, SamplingParams(**greedy), enable_prefix_caching=False)
-    found, answers, statistics = run(runner, prompts, SamplingParams(**greedy, prompt_logprobs=3), **limits)
+    _, alone, _ = run(runner, prompts, ResolvedParams(**greedy), enable_prefix_caching=False)
+    found, answers, statistics = run(runner, prompts, ResolvedParams(**greedy, prompt_logprobs=3), **limits)
     assert statistics.num_preemptions > 0
     assert answers == alone
     for each, prompt in zip(found, prompts, strict=True):
@@ -159,3 +159,14 @@ def test_logits_that_are_not_finite_fail_alone(tiny_llama, path):
     (row,) = rows[1:]
     assert (row.request, row.finish_reason, len(row.prompt_logprobs), len(row.token_ids)) == (1, "length", 2, 0)
     scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_a_prompt_may_fill_the_context(tiny_llama, path, expected, chunk):
+    """And the whole KV cache, which such a context is cut to."""
+    runner = load(path, kv_cache_memory=4 << 20)
+    prompt = (tiny_llama.PROMPT * 2)[: 2 * runner.info.block_size]
+    limits = {"max_model_len": len(prompt), "kv_blocks_total": 2, "max_num_batched_tokens": chunk}
+    (found,), answers, _ = run(runner, [prompt], **limits)
+    check(found, prompt, expected(prompt))
+    assert answers == [[]]
