@@ -29,7 +29,7 @@ class TokenLists(TypedDict):
 
 
 class CompletionLogprobs:
-    """Renders the tokens of one choice: those of its prompt, if asked for, and then those of its answer as they come.
+    """Renders the tokens of one choice: first its prompt, if that is echoed, and then its answer as it comes.
 
     The offsets of an answer begin at `offset`. A token that begins within a character has this character's offset.
     """
