@@ -1,8 +1,10 @@
 """`echo` and `logprobs` of completions: the scores of prompts and answers, whole and streamed."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import trio
 from helpers.clients import open_clients
 
 from trioengine import EngineConfig, SamplingParams
@@ -176,6 +178,18 @@ async def test_many_are_rendered_in_a_thread(autojump_clock, clients, answered):
     (choice,) = await answered(clients, prompt=prompt, echo=True, logprobs=20, max_tokens=3)
     assert len(choice["logprobs"]["tokens"]) == 459
     assert json.dumps(choice["logprobs"]["token_logprobs"][1:]) == json.dumps([-0.5] * 458)
+
+
+async def test_an_answer_that_ends_while_its_prompt_is_rendered(autojump_clock, clients, monkeypatch):
+    """In a thread that takes long: nothing of the answer is lost."""
+
+    async def take_a_second(function):
+        await trio.sleep(1)
+        return function()
+
+    monkeypatch.setattr(clients.engine, "ports", replace(clients.engine.ports, run_in_thread=take_a_second))
+    fields = {"prompt": [97 + number % 26 for number in range(400)], "echo": True, "logprobs": 5, "max_tokens": 20}
+    assert await streamed(clients, **fields) == await whole(clients, **fields)
 
 
 async def test_a_prompt_may_fill_the_context(autojump_clock):

@@ -120,6 +120,25 @@ async def test_openai_completes_prompts():
         assert whole.usage.completion_tokens == 10
 
 
+async def test_openai_scores_prompts():
+    def ask(client):
+        fields = {"model": "toy", "prompt": "to be", "temperature": 0, "max_tokens": 2, "extra_body": EXTRA}
+        pieces = [event.choices[0] for event in client.completions.create(stream=True, echo=True, logprobs=2, **fields)]
+        return client.completions.create(echo=True, logprobs=2, **fields).choices[0], pieces
+
+    async with running() as server:
+        whole, pieces = await in_thread(ask, server)
+        ids = server.engine.tokenizer.encode("to be")
+        answer = toy_answer(ids, 2, ignore_eos=True)
+        text = "to be" + server.engine.tokenizer.decode(answer)
+        assert whole.text == "".join(piece.text for piece in pieces) == text
+        assert whole.logprobs.token_logprobs == [None, *(-0.5 for _ in [*ids[1:], *answer])]
+        assert [len(top) for top in whole.logprobs.top_logprobs[1:5]] == [2] * 4
+        assert whole.logprobs.text_offset[:5] == [0, 1, 2, 3, 4]
+        lists = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+        assert [token for each in lists for token in each.tokens] == whole.logprobs.tokens
+
+
 async def test_openai_has_several_choices():
     def ask(client):
         fields = {"model": "toy", "n": 3, "seed": 5, "max_tokens": 5, "extra_body": EXTRA}
