@@ -107,7 +107,7 @@ def main(arguments=None):
     parser.add_argument(
         "--folder", type=Path, default=trioengine_home() / "clients", help="where environments are kept"
     )
-    parser.add_argument("--logs", type=Path, help="a folder that keeps the logs; default: a temporary one")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="an empty folder for the logs, which are else lost")
     parser.add_argument(
         "--shared-packages", type=Path, metavar="DIR", help="site-packages that virtual environments see as well"
     )
