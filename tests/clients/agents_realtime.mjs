@@ -14,7 +14,7 @@ function weather(execute) {
   return tool({ name: "weather", description: "The weather of a city", parameters, execute });
 }
 
-// Connect an agent, run `body` with the session and a function that waits for an event, and close.
+// Connect an agent, run `body` with the session, a function that waits for an event, and the settings; close.
 async function withAgent({ tools = [], toolChoice = "auto" }, body) {
   const agent = new RealtimeAgent({ name: "guide", instructions, tools });
   const config = { outputModalities: ["text"], toolChoice, providerData: { temperature: 0, max_output_tokens: 48 } };
@@ -23,11 +23,11 @@ async function withAgent({ tools = [], toolChoice = "auto" }, body) {
   let failure = null, wake = () => {};
   session.on("transport_event", (event) => { events.push(event); wake(); });
   session.on("error", ({ error }) => { failure = error; wake(); });
-  const next = async (type) => {
+  const next = async (type, isWanted = () => true) => {
     const deadline = setTimeout(() => { failure = new Error(`no ${type}; events: ${events.map((event) => event.type)}`); wake(); }, TIMEOUT);
     try {
       for (;;) {
-        const found = events.findIndex((event) => event.type === type);
+        const found = events.findIndex((event) => event.type === type && isWanted(event));
         if (found >= 0) return events.splice(0, found + 1).at(-1);
         if (failure) throw new Error(failure.message ?? JSON.stringify(failure));
         await new Promise((resolve) => { wake = resolve; });
@@ -38,15 +38,15 @@ async function withAgent({ tools = [], toolChoice = "auto" }, body) {
   };
   await session.connect({ apiKey: "none", url });
   try {
-    await body(session, next);
+    // earlier updates are of other settings, such as tracing
+    const { session: settings } = await next("session.updated", (event) => event.session.instructions === instructions);
+    await body(session, next, settings);
   } finally {
     session.close();
   }
 }
 
 const answer = () => withAgent({}, async (session, next) => {
-  const { session: settings } = await next("session.updated");
-  assert.equal(settings.instructions, instructions);
   session.sendMessage("What is the capital of France?");
   const { text } = await next("response.output_text.done");
   assert.match(text, /Paris/);
@@ -56,8 +56,7 @@ const answer = () => withAgent({}, async (session, next) => {
   assert.match(last.content[0].text, /Paris/);
 });
 
-const toolsArrive = () => withAgent({ tools: [weather(async () => "clear")] }, async (session, next) => {
-  const { session: settings } = await next("session.updated");
+const toolsArrive = () => withAgent({ tools: [weather(async () => "clear")] }, async (_session, _next, settings) => {
   assert.deepEqual(settings.tools?.map(({ type, name }) => [type, name]), [["function", "weather"]]);
   assert.equal(settings.tool_choice, "auto");
 });
@@ -73,7 +72,6 @@ const call = () => {
   };
   return withAgent({ tools: [weather(execute)], toolChoice: "required" }, async (opened, next) => {
     session = opened;
-    await next("session.updated");
     session.sendMessage("How is the weather in Rome?");
     await next("response.function_call_arguments.done");
     await next("response.done");

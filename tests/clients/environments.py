@@ -38,7 +38,9 @@ class Environments:
 
     def _made(self, name, packages, install):
         path, stamp = self.folder / name, self.folder / name / "installed"
-        content = "\n".join([sys.version, str(self.shared_packages), *packages])
+        content = "\n".join(packages)
+        if install == self._install_from_pypi:
+            content += f"\n{sys.version}\n{self.shared_packages}"
         if not stamp.exists() or stamp.read_text() != content:
             print(f"{name}: installing {' '.join(packages)}", file=sys.stderr, flush=True)
             shutil.rmtree(path, ignore_errors=True)

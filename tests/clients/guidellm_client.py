@@ -27,7 +27,7 @@ def run(name, profile, **backend):
         raise AssertionError(" ".join((done.stderr or done.stdout).split())[-300:])
     (benchmark,) = json.loads(output.read_text())["benchmarks"]
     requests = benchmark["requests"]
-    assert len(requests["errored"]) == 0, requests["errored"][0]
+    assert len(requests["errored"]) == 0, requests["errored"][0]["info"]["error"]
     assert len(requests["successful"]) == REQUESTS
     assert {each["output_tokens"] for each in requests["successful"]} == {OUTPUT_LEN}
 

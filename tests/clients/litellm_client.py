@@ -47,7 +47,7 @@ def async_chat(provider):
 
 
 def tools(provider):
-    asked = {"tools": [TOOL], **options(provider)}
+    asked = {"tools": [TOOL], "parallel_tool_calls": False, **options(provider)}
     message = litellm.completion(messages=MESSAGES, tool_choice="required", **asked).choices[0].message
     (call, *_) = message.tool_calls
     assert json.loads(call.function.arguments)["city"] in {"Paris", "Rome"}

@@ -1,6 +1,7 @@
 """lm-evaluation-harness on two tasks of its own: loglikelihoods and generated texts, by `local-completions`."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,8 @@ def evaluate(task, *, metric, at_least, model="local-completions", batch_size=2,
     done = subprocess.run(command, cwd=TASKS, capture_output=True, text=True, timeout=300)
     if done.returncode != 0:
         sys.stderr.write(done.stderr)
-        raise AssertionError(" ".join(done.stderr.split())[-300:])
+        refused = re.search(r"API request failed! (.*)", done.stderr)
+        raise AssertionError(refused[1] if refused else " ".join(done.stderr.split())[-300:])
     (results,) = output.rglob("results_*.json")
     found = json.loads(results.read_text())["results"][task][metric]
     assert found >= at_least, f"{metric} is {found}"

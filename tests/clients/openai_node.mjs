@@ -39,7 +39,7 @@ async function structured() {
 
 async function tools() {
   const tool = { type: "function", function: { name: "weather", description: "The weather of a city", parameters, strict: true } };
-  const stream = client.chat.completions.stream({ ...options, messages, tools: [tool], tool_choice: "required" });
+  const stream = client.chat.completions.stream({ ...options, messages, tools: [tool], tool_choice: "required", parallel_tool_calls: false });
   const { choices } = await stream.finalChatCompletion();
   const [call] = choices[0].message.tool_calls;
   assert.equal(choices[0].finish_reason, "tool_calls");
