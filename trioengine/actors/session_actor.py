@@ -317,8 +317,7 @@ class SessionActor:
         if request.state is not RequestState.RUNNING:  # the first row of this attachment's answer
             self._begin_answer(request, row)
         if request.outcome is None:
-            if request.usage is None:
-                request.usage = row.usage
+            request.usage = row.usage if request.usage is None else request.usage
             if (outcome := request.receive(row, now)) is not None:
                 request.conclude(outcome, self._conversation)
                 if row.finish_reason is None and self.phase in (Phase.RUNNING, Phase.SUSPENDED):
