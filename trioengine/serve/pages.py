@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from functools import cache
 from html import escape
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from trioengine.actors.engine import Engine
 from trioengine.serve.auth import Role
 from trioengine.serve.docs_page import render_docs
 from trioengine.serve.http import HttpRequest, HttpResponse
-from trioengine.serve.openapi import describe
+from trioengine.serve.openapi import Json, describe
 from trioengine.serve.responses import OpenApi
 from trioengine.serve.routes import REALTIME, Operation, Routes, get, state_of
 
@@ -33,7 +34,7 @@ _OPENAPI = Operation("Describe the routes, in OpenAPI 3.1", responses={200: Open
 
 
 def pages(routes: Routes, engine: Engine, model: str, *, has_keys: bool, scheme: str, root: str) -> Routes:
-    """Return the routes of the pages about these routes; the description is made here, and once."""
+    """Return the routes of the pages about these routes; the description is made when a client first asks for it."""
 
     async def home(request: HttpRequest) -> HttpResponse:
         if not wants_html(request):
@@ -43,19 +44,30 @@ def pages(routes: Routes, engine: Engine, model: str, *, has_keys: bool, scheme:
         return html_response(page, more=((b"vary", b"accept"),))
 
     async def docs(request: HttpRequest) -> HttpResponse:
-        return docs_response
+        page: HttpResponse = await engine.ports.run_in_thread(docs_page)
+        return page
 
     async def openapi(request: HttpRequest) -> HttpResponse:
-        return HttpResponse(200, document)
+        return HttpResponse(200, await engine.ports.run_in_thread(document))
 
     own = {
         "/": get(home, _HOME, Role.ANYONE),
         "/docs": get(docs, _DOCS, Role.ANYONE),
         "/openapi.json": get(openapi, _OPENAPI, Role.ANYONE),
     }
-    described = describe({**own, **routes}, has_keys=has_keys, root=root)
-    document = json.dumps(described).encode()
-    docs_response = html_response(render_docs(described), script=(_HERE / "docs_page.js").read_text())
+
+    @cache
+    def description() -> Json:
+        return describe({**own, **routes}, has_keys=has_keys, root=root)
+
+    @cache
+    def document() -> bytes:
+        return json.dumps(description()).encode()
+
+    @cache
+    def docs_page() -> HttpResponse:
+        return html_response(render_docs(description()), script=(_HERE / "docs_page.js").read_text())
+
     return own
 
 
