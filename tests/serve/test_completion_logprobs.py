@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import trio
-from helpers.clients import open_clients
+from helpers.clients import first_token, open_clients
 
 from trioengine import EngineConfig, SamplingParams
 from trioengine.testing.toy_model import IM_END, toy_answer, toy_logprobs
@@ -203,6 +203,16 @@ async def test_a_prompt_may_fill_the_context(autojump_clock):
             answer = await clients.request("POST", PATH, {"prompt": too_long, "echo": True, "max_tokens": max_tokens})
             assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
         await clients.everything_is_given_back()
+
+
+@pytest.mark.parametrize("shown", [{"echo": True}, {"logprobs": 0}, {}], ids=["echo", "logprobs", "neither"])
+async def test_a_text_that_is_kept_is_counted(autojump_clock, clients, shown):
+    """In the budget of the server's buffers, while the answer goes on."""
+    async with clients.connect() as client:
+        await client.send("POST", PATH, {**FIELDS, "prompt": "to be", "max_tokens": 400, "stream": True, **shown})
+        await first_token(clients.engine)
+        assert (clients.server.budget.num_bytes > 0) == bool(shown)
+        await client.rest()
 
 
 # ---- lm-evaluation-harness ------------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ class Choices(abc.ABC):
     """The choices of one request in progress: `n` for each prompt. A prompt is dropped once the engine has it."""
 
     _names: Mapping[str, str] = {}  # of the client's fields, by the engine's
+    _keeps_text = False  # of the prompts, to the end of the request
 
     def __init__(
         self,
@@ -267,7 +268,7 @@ class Choices(abc.ABC):
     def _on_admitted(self, choice: Choice) -> None:
         choice.admitted.set()
         self._num_unprepared -= choice.is_first
-        if self._held is not None and not self._num_unprepared:
+        if self._held is not None and not self._num_unprepared and not self._keeps_text:
             self._held.give_all_back()
 
     async def _send_all(self, choice: Choice, body: Body) -> None:

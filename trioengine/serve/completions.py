@@ -72,6 +72,7 @@ class Completions:
         return given, prompts, [self._text(prompt) for prompt in given.prompts] if needs_texts else []
 
     def _text(self, prompt: str | list[int]) -> PromptText:
+        """Return the text of a prompt that `_token_ids` accepts."""
         tokenizer = self._engine.tokenizer.tokenizer
         if isinstance(prompt, str):
             return PromptText(prompt, len(tokenizer.surroundings[0]))
@@ -122,6 +123,7 @@ class _Answers(Choices):
             n=given.n,
         )
         super().__init__(engine, in_flight, given, prompts, self._shape.id, request, headers)
+        self._keeps_text = bool(texts)
 
     def _rendered(self, results: Sequence[Result], usage: Usage) -> bytes:
         return self._shape.whole(results, usage)
