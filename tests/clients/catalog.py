@@ -40,7 +40,7 @@ _CLIENTS = (
         ("llama-index-llms-openai-like==0.8.1", "llama-index-llms-openai==0.8.3", "llama-index-core==0.14.25"),
     ),
     Client("litellm", "litellm_client.py", ("litellm==1.110.2",)),
-    Client("llm", "llm_client.py", ("llm==0.36", "setuptools")),
+    Client("llm", "llm_client.py", ("llm==0.36", "setuptools==80.9.0")),
     Client("lm-eval", "lm_eval_client.py", ("lm_eval[api]==0.4.13", "transformers==5.24.0")),
     Client("guidellm", "guidellm_client.py", ("guidellm==0.8.1",)),
     Client("vllm-bench", "vllm_bench_bodies.py", ("aiohttp==3.14.5",), version="0.32.0"),

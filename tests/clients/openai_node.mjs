@@ -72,7 +72,7 @@ async function realtime() {
     }
   };
   await next("session.created");
-  const session = { type: "realtime", instructions: "Answer in one sentence.", output_modalities: ["text"], max_output_tokens: 48 };
+  const session = { type: "realtime", instructions: "Answer in one sentence.", output_modalities: ["text"], max_output_tokens: 48, temperature: 0 };
   socket.send({ type: "session.update", session });
   await next("session.updated");
   for (const [question, expected] of [["What is the capital of France?", /Paris/], ["In which country is it?", /./]]) {
