@@ -8,6 +8,8 @@ that need it. After each program the server's books have to balance. Exit code 1
 """
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -80,9 +82,7 @@ class Runner:
         variables |= {"HF_HOME": str(folder / "hub"), "XDG_CACHE_HOME": str(folder / "cache")}
         if server.authority is not None:
             variables["NODE_EXTRA_CA_CERTS"] = str(server.authority)
-        done = subprocess.run(
-            command, cwd=folder, env=variables, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT
-        )
+        done = completed(command, folder, variables)
         (folder / "output.log").write_text(done.stdout + done.stderr)
         lines = [line.partition(" ") for line in done.stdout.splitlines()]
         passed = [rest for verdict, _, rest in lines if verdict == "ok"]
@@ -90,6 +90,18 @@ class Runner:
         if done.returncode != 0 and not failed:
             failed = [f"exit code {done.returncode}: {' '.join(done.stderr.split())[-400:]}"]
         return Outcome(passed, failed or ([] if passed else ["the program made no check"]))
+
+
+def completed(command, folder, variables):
+    """Run a program to its end; a timeout or an interrupt ends it with the processes that it started."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=folder, env=variables, text=True, start_new_session=True, **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=PROGRAM_TIMEOUT)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def line_of(client, outcome):
