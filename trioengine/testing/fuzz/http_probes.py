@@ -92,7 +92,8 @@ def _check_models(found: Any) -> None:
 
 
 def _check_model(found: Any) -> None:
-    has_fields(found, ("id", "object", "created", "owned_by", "max_model_len"), "a model")
+    has_fields(found, ("id", "object", "created", "owned_by", "max_model_len", "default_sampling_params"), "a model")
+    assert found["default_sampling_params"] == {}, f"the model has no defaults: {found}"
     named = found["id"], found["object"], found["owned_by"], found["max_model_len"] in (None, 96)
     assert named == ("toy", "model", "trioengine", True), f"the model is {found}"
 
