@@ -1,12 +1,20 @@
 """Tools over WebSocket: calls in answers, in the conversation, cancelled, without room, and refusals."""
 
 import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
-from helpers.clients import open_clients
+import trio
+from helpers.clients import Clients, open_clients
 from helpers.realtime_texts import reference, user
 from test_tools import ROOM
 from trio.testing import wait_all_tasks_blocked
+
+from trioengine import EngineConfig, open_engine
+from trioengine.testing import Simulation
+from trioengine.testing.toy_model import toy_model
+from trioengine.text.chat_template import ChatTemplate
 
 PARAMETERS = {
     "type": "object",
@@ -24,6 +32,23 @@ CALLED = [
     *("response.function_call_arguments.delta", "response.function_call_arguments.done"),
     *("conversation.item.done", "response.output_item.done", "response.done"),
 ]
+
+
+TEMPLATE = """{% for tool in tools or [] %}<{{ tool | tojson }}>{% endfor %}{% for message in messages %}
+{{ message.role }}: {{ message.content }}{% for call in message.tool_calls or [] %}({{ call | tojson }}){% endfor %}
+{{- message.tool_call_id or "" }}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+
+
+@asynccontextmanager
+async def clients_of_a_template():
+    """A model whose template prints tools."""
+    async with trio.open_nursery() as nursery:
+        simulation = Simulation(nursery, limits=ROOM)
+        model = replace(toy_model(ROOM.max_model_len), chat_template=ChatTemplate(TEMPLATE))
+        ports = replace(simulation.ports, read_model=lambda path: model)
+        async with open_engine(EngineConfig(model="toy"), ports=ports) as engine:
+            yield Clients(engine, simulation, nursery)
+            nursery.cancel_scope.cancel()
 
 
 @pytest.fixture
@@ -113,6 +138,34 @@ async def test_the_conversation_goes_on_after_a_call(autojump_clock, clients):
     assert message["content"][0]["text"] == answer.json["choices"][0]["message"]["content"]
     assert following["usage"]["input_tokens"] == answer.json["usage"]["prompt_tokens"]
     assert following["usage"]["input_token_details"]["cached_tokens"] > 0
+
+
+async def test_a_template_that_prints_tools(autojump_clock):
+    """It gets the tools of each response, and calls as members of the message before them."""
+    async with clients_of_a_template() as clients, clients.realtime() as client:
+        await client.say("hello")
+        made = {"type": "function_call", "name": "clock", "arguments": '{"at": [1]}', "call_id": "c1"}
+        await client.send("conversation.item.create", item=made)
+        await add(client, {"type": "function_call_output", "call_id": "c1", "output": "noon"})
+        call = {"type": "function", "id": "c1", "function": {"name": "clock", "arguments": '{"at": [1]}'}}
+        messages = [
+            user("hello"),
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "noon"},
+        ]
+        lengths = []
+        for tools in ([CLOCK], [WEATHER, CLOCK], [], [CLOCK]):
+            await client.send("session.update", session={"tools": tools})
+            response = await client.respond(**LONG)
+            given = {"tools": [function(tool) for tool in tools]} if tools else {}
+            answer = await clients.chat(messages=messages, max_tokens=200, ignore_eos=False, **given)
+            assert answer.status == 200, answer.json
+            text = answer.json["choices"][0]["message"]["content"]
+            assert response["output"][0]["content"][0]["text"] == text
+            assert response["usage"]["input_tokens"] == answer.json["usage"]["prompt_tokens"]
+            messages.append({"role": "assistant", "content": text})
+            lengths.append(response["usage"]["input_tokens"])
+        assert lengths[1] - lengths[0] > len(json.dumps(function(WEATHER))) > lengths[0] - lengths[2]
 
 
 async def test_items_of_a_call_made_up_by_the_client(autojump_clock, clients):
