@@ -6,7 +6,7 @@ others. One whose request is being handled, or that is a WebSocket, keeps its sl
 
 The bytes that the server keeps for clients are counted for the process and for each key: bodies of requests, from the
 first byte until the engine has the prompt, and of each WebSocket connection the messages on their way and unhandled,
-its conversation and instructions, the input of its responses, and unsent events.
+its conversation, instructions and tools, the input of its responses, and unsent events.
 """
 
 from __future__ import annotations
