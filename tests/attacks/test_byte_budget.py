@@ -11,7 +11,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine.serve.errors import OverBudget
 from trioengine.serve.limits import ALWAYS_TAKEN, ByteBudget, size_of
-from trioengine.serve.realtime.items import ITEM_SIZE
+from trioengine.serve.realtime.item import ITEM_SIZE
 
 # ---- bodies ---------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from trioengine.actors.link import Link
 from trioengine.actors.payload import PayloadBudget, Reservation
 from trioengine.actors.session_actor import SessionActor
 from trioengine.core.messages import ImageInput, PayloadConsumed
-from trioengine.serve.realtime.items import Item
+from trioengine.serve.realtime.item import Item
 from trioengine.serve.realtime.response import Response
 from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.image_queue import DecodeQueue, PictureDecoded

@@ -16,7 +16,8 @@ from trioengine.serve.connection import ConnectionHandler
 from trioengine.serve.http_connection import HttpConnection
 from trioengine.serve.limits import ByteBudget, Held
 from trioengine.serve.realtime.connection import RealtimeConnection
-from trioengine.serve.realtime.items import Item, Items
+from trioengine.serve.realtime.item import Item
+from trioengine.serve.realtime.items import Items
 from trioengine.serve.realtime.outbox import Outbox
 from trioengine.serve.websocket import AcceptedWebSocket
 

@@ -188,7 +188,7 @@ async def test_a_client_that_does_not_answer_pings(autojump_clock, clients):
 async def test_a_bug_in_one_connection_stays_there(autojump_clock, clients, monkeypatch, caplog):
     async with clients.realtime() as other:
         with monkeypatch.context() as patch:
-            patch.setattr("trioengine.serve.realtime.connection.chat_messages", lambda items, instructions: 1 / 0)
+            patch.setattr("trioengine.serve.realtime.connection.prompt_of", lambda *_: 1 / 0)
             async with clients.realtime() as client:
                 await client.say("hello")
                 await client.send("response.create")

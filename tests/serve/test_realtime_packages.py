@@ -16,6 +16,7 @@ from openai.types.realtime import RealtimeServerEvent
 from trioengine import RequestRejected, SamplingParams, connect
 
 GREEDY = {"temperature": 0, "max_output_tokens": 40}
+CLOCK = {"type": "function", "name": "clock", "parameters": {"type": "object", "additionalProperties": False}}
 
 
 async def with_openai(server, talk, **options):
@@ -116,6 +117,37 @@ async def test_the_package_openai_and_an_engine_that_sleeps():
         assert second == expected(server, [user("hello"), assistant(first), user("and then?")])
 
 
+async def test_tools_with_the_package_openai():
+    """A call, its output, and the answer that follows: the prompt is the chat completion's."""
+
+    async def talk(connection):
+        session = {"type": "realtime", "tools": [CLOCK], "tool_choice": {"type": "function", "name": "clock"}}
+        await connection.session.update(session=session)
+        await connection.conversation.item.create(item=say("hello"))
+        await connection.response.create(response=GREEDY | {"max_output_tokens": 100})
+        arguments = ""
+        async for event in connection:
+            if event.type == "response.function_call_arguments.delta":
+                arguments += event.delta
+            elif event.type == "response.function_call_arguments.done":
+                called = event
+            elif event.type == "response.done":
+                break
+        (call,) = event.response.output
+        assert (called.name, called.call_id, called.arguments) == ("clock", call.call_id, arguments)
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "noon"}
+        await connection.conversation.item.create(item=output)
+        await connection.response.create(response={"tool_choice": "none", **GREEDY})
+        return call, await response_of(connection)
+
+    async with on_loopback() as server:
+        call, (text, response) = await with_openai(server, talk)
+        assert (call.type, call.status, call.name, call.arguments) == ("function_call", "completed", "clock", "{}")
+        called = assistant('<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>')
+        assert text == expected(server, [user("hello"), called, {"role": "tool", "content": "noon"}])
+        assert response.status == "completed"
+
+
 async def test_what_the_package_openai_can_ask_for():
     """Cancel, retrieve, delete, responses beside the conversation, and what is refused, by its methods."""
 
@@ -162,6 +194,9 @@ async def test_every_event_is_one_of_the_package_openai():
         ("conversation.item.delete", {"item_id": "said"}, "conversation.item.deleted"),
         ("response.create", {"response": {"conversation": "none", "metadata": {"a": "b"}, **GREEDY}}, "response.done"),
         ("response.create", {"response": {"max_output_tokens": 3, "ignore_eos": True}}, "response.done"),
+        ("session.update", {"session": {"tools": [CLOCK], "tool_choice": "required"}}, "session.updated"),
+        ("response.create", {"response": {**GREEDY, "max_output_tokens": 100}}, "response.done"),
+        ("conversation.item.create", {"item": OUTPUT}, "conversation.item.done"),
         ("conversation.fly", {}, "error"),
     ]
 
@@ -189,6 +224,7 @@ def said(text):
     return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
 
 
+OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "noon"}
 TRUNCATED = "conversation.item.truncated"
 EVENTS = {
     "conversation.item.added",
@@ -198,6 +234,8 @@ EVENTS = {
     TRUNCATED,
     "error",
     "response.content_part.added",
+    "response.function_call_arguments.delta",
+    "response.function_call_arguments.done",
     "response.content_part.done",
     "response.created",
     "response.done",

@@ -56,7 +56,7 @@ BAD_EVENTS = [
         "response.output_modalities",
     ),
     (
-        '{"type": "response.create", "response": {"input": [{"type": "function_call_output", "output": ""}]}}',
+        '{"type": "response.create", "response": {"input": [{"type": "mcp_call", "output": ""}]}}',
         "unsupported_item",
         "response.input[0].type",
     ),
@@ -90,7 +90,7 @@ BAD_EVENTS = [
     ('{"type": "conversation.item.retrieve", "item_id": "x"}', "item_not_found", "item_id"),
     ('{"type": "conversation.item.delete", "item_id": {}}', "invalid_type", "item_id"),
     ('{"type": "conversation.item.create", "item": 1}', "invalid_type", "item"),
-    ('{"type": "conversation.item.create", "item": {"type": "function_call"}}', "unsupported_item", "item.type"),
+    ('{"type": "conversation.item.create", "item": {"type": "mcp_call"}}', "unsupported_item", "item.type"),
     (
         '{"type": "conversation.item.create", "item": {"type": "message", "role": "tool"}}',
         "invalid_value",

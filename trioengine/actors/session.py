@@ -25,6 +25,7 @@ from trioengine.core.sampling_params import (
     sampling_checked,
 )
 from trioengine.core.types import Cause, Completion
+from trioengine.text.chat_template import checked_variables
 from trioengine.text.conversation import Prompt
 
 
@@ -183,6 +184,13 @@ class Session(AsyncOnly):
         """
         policy, ratio = check_overflow(overflow), check_retention_ratio(retention_ratio)
         self._state.overflow, self._state.retention_ratio = policy, ratio
+
+    def set_chat_template_kwargs(self, variables: Mapping[str, Any]) -> None:
+        """Set the variables for the chat template of the requests that follow, of which none may be in progress.
+
+        Raises RequestRejected as `Engine.open_session` does.
+        """
+        self._state.conversation.set_variables(checked_variables(variables))
 
     def end(self, cause: Cause = Cause.CLIENT) -> None:
         """End the session; harmless when it has ended. Posts END_SESSION in the same step if the worker holds it.

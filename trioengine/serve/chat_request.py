@@ -13,7 +13,7 @@ from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.core.grammar import Grammar
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.serve.chat_tools import Tools, calls_as_text, parse_tools, template_calls, with_instructions
+from trioengine.serve.chat_tools import Tools, parse_tools, with_calls, with_instructions
 from trioengine.serve.errors import ClientError
 from trioengine.serve.parsing import as_served, either, load_body, load_object, shown
 from trioengine.serve.reading import check_supported, read, sampling_params, unknown_names
@@ -297,11 +297,7 @@ def _engine_message(message: Message, where: str, model: ServedModel) -> EngineM
         reasoning = message.reasoning_content or message.reasoning
         if reasoning and "reasoning_content" in model.template:
             made["reasoning_content"] = reasoning
-        calls = message.tool_calls
-        if calls and model.takes_tools:
-            made["tool_calls"] = template_calls(calls)
-        elif calls:
-            made["content"] = "\n".join(filter(None, (made["content"], calls_as_text(calls, model.tool_form))))
+        return with_calls(made, message.tool_calls or (), model.tool_form, takes_tools=model.takes_tools)
     return made
 
 

@@ -6,7 +6,7 @@ others. One whose request is being handled, or that is a WebSocket, keeps its sl
 
 The bytes that the server keeps for clients are counted for the process and for each key: bodies of requests, from the
 first byte until the engine has the prompt, and of each WebSocket connection the messages on their way and unhandled,
-its conversation and instructions, the input of its responses, and unsent events.
+its conversation, instructions and tools, the input of its responses, and unsent events.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import resource
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import trio
@@ -27,6 +27,7 @@ SHARE = 8  # an address whose waiting connections have more than this part of th
 MAX_LEAVING = 16  # connections that make room and are not closed yet
 RESERVE = 64  # file descriptors for the worker, files, listeners, and connections beyond the limit
 RETRY_AFTER = 1.0  # seconds
+VALUE_SIZE = 64  # bytes of memory of a value of JSON, beside its text and the values in it
 ALWAYS_TAKEN = 1 << 10  # bytes of a WebSocket message that is handled even beyond the budget: it may be a cancel
 
 
@@ -179,6 +180,21 @@ def clamp_to_fd_limit(max_connections: int) -> int:
 def size_of(text: str | bytes) -> int:
     """Return the bytes that a text takes in memory: one per character of ASCII, of another text at most four."""
     return len(text) if isinstance(text, bytes) or text.isascii() else 4 * len(text)
+
+
+def size_of_json(value: object) -> int:
+    """Return the bytes that a value of JSON takes in memory, about."""
+    size, values = 0, [value]
+    while values:
+        value = values.pop()
+        size += VALUE_SIZE
+        if isinstance(value, str):
+            size += size_of(value)
+        elif isinstance(value, Mapping):
+            values += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            values += value
+    return size
 
 
 class ByteBudget:

@@ -60,6 +60,7 @@ class Server:
         self.addresses: tuple[str, ...] = ()  # host:port of each
         self.in_flight = InFlight()
         self._disconnects = DisconnectCounter()
+        self._tool_form = FORMS.get(config.tool_call_parser)  # None: auto
         self._unknown_fields = UnknownFields(refuse=config.unknown_fields == "refuse")
         self.budget = ByteBudget(config.max_buffered_bytes, config.max_buffered_bytes_per_key)
         self.metrics = Metrics(engine, self._disconnects, self.budget)
@@ -124,9 +125,8 @@ class Server:
     def _routes(self) -> Routes:
         engine, model = self.engine, self.model_name
         unknown_fields = self._unknown_fields
-        tool_form = FORMS.get(self.config.tool_call_parser)  # None: auto
         reasoning_form = REASONING_FORMS.get(self.config.reasoning_parser)  # None: none
-        chat = ChatCompletions(engine, model, self.in_flight, unknown_fields, tool_form, reasoning_form)
+        chat = ChatCompletions(engine, model, self.in_flight, unknown_fields, self._tool_form, reasoning_form)
         completions = Completions(engine, model, self.in_flight, unknown_fields)
         routes = {
             **plain_routes(engine, self.metrics),
@@ -152,6 +152,7 @@ class Server:
             held=held,
             limits=self.config,
             unknown_fields=self._unknown_fields,
+            tool_form=self._tool_form,
         )
         await connection.run()
 

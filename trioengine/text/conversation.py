@@ -56,8 +56,7 @@ class Conversation:
     ) -> None:
         """`variables` are for the chat template: see `checked_variables`."""
         self.tokenizer = tokenizer
-        self._variables = {name: value for name, value in variables.items() if name not in OPTIONS}
-        self._end = PromptEnd.of(variables)
+        self.set_variables(variables)
         self._messages: tuple[Message, ...] = ()
         self._token_ids: TokenIds = token_ids()  # empty if the whole conversation has to be tokenized
         self._rendering = ""  # the text of these ids, without the closing
@@ -66,6 +65,11 @@ class Conversation:
         self.images: tuple[Image, ...] = ()  # of the committed turns
         if history is not None:
             self.replace(history)
+
+    def set_variables(self, variables: Mapping[str, Any]) -> None:
+        """Set the variables for the chat template of the prompts that follow: see `checked_variables`."""
+        self._variables = {name: value for name, value in variables.items() if name not in OPTIONS}
+        self._end = PromptEnd.of(variables)
 
     @property
     def history(self) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from trio_websocket import ConnectionClosed
 from trioengine.core.errors import EngineError
 from trioengine.serve.access_log import SESSION
 from trioengine.serve.body import DisconnectCounter, log_disconnect
+from trioengine.serve.chat_request import ServedModel
 from trioengine.serve.config import ConnectionLimits
 from trioengine.serve.errors import ClientError, OverBudget, Problem, problem_of
 from trioengine.serve.ids import new_id
@@ -24,9 +25,11 @@ from trioengine.serve.limits import ALWAYS_TAKEN, Held, size_of
 from trioengine.serve.parsing import LONG_JSON, in_thread_if
 from trioengine.serve.reading import check_supported
 from trioengine.serve.realtime.events import EventError, Received, keep_images, parse
-from trioengine.serve.realtime.items import Item, Items, chat_messages, size_of_messages
+from trioengine.serve.realtime.item import Item
+from trioengine.serve.realtime.items import Items
 from trioengine.serve.realtime.next_response import NextResponse
 from trioengine.serve.realtime.outbox import EVENT_FACTOR, Outbox, send_state_events
+from trioengine.serve.realtime.prompt import prompt_of
 from trioengine.serve.realtime.requests import (
     OUT_OF_BAND,
     ItemCreate,
@@ -47,6 +50,7 @@ from trioengine.serve.realtime.response import (
 from trioengine.serve.realtime.settings import Settings
 from trioengine.serve.unknown_fields import UnknownFields
 from trioengine.serve.websocket import AcceptedWebSocket
+from trioengine.text.tool_calls import ToolForm
 
 logger = logging.getLogger("trioengine")
 MAX_UNHANDLED = 64  # events that were received and not handled
@@ -73,7 +77,9 @@ class RealtimeConnection:
         disconnects: DisconnectCounter,
         held: Held,
         unknown_fields: UnknownFields,
+        tool_form: ToolForm | None = None,
     ) -> None:
+        """`tool_form` is the form of tool calls; None: as the chat template shows it."""
         self.id = new_id("sess_")
         self._conversation_id = new_id("conv_")
         self._engine = runner.engine
@@ -83,6 +89,7 @@ class RealtimeConnection:
         self._disconnects = disconnects
         self._is_gone = False  # the client
         self._settings = Settings()
+        self._tool_form = tool_form
         self._held = held
         self._unknown_fields = unknown_fields
         self._items = Items(limits.max_conversation_size, held)
@@ -297,8 +304,8 @@ class RealtimeConnection:
             self._outbox.put(name, previous_item_id=before, item=item.to_json())
 
     def _update(self, settings: Settings) -> None:
-        """Raise OverBudget for instructions that, with the event that repeats them, exceed the budget."""
-        size, old_size = size_of(settings.instructions), size_of(self._settings.instructions)
+        """Raise OverBudget for instructions and tools that, with the event that repeats them, exceed the budget."""
+        size, old_size = settings.size, self._settings.size
         if size:
             self._held.check_room(max(0, size - old_size) + EVENT_FACTOR * size)
         self._held.charge(size - old_size)
@@ -342,21 +349,24 @@ class RealtimeConnection:
         items = self._items if given.input is None else self._items.resolve(received.items)
         left_out_ids = {item.id for item in left_out}
         items = [item for item in items if item.id not in left_out_ids]
-        messages, item_ids = chat_messages(items, settings.instructions)
-        if not messages:
+        model = ServedModel.of(self._engine, self._model, self._tool_form, None)
+        tools = settings.chosen_tools(model.tool_form)
+        prompt = prompt_of(items, settings.instructions, tools, model)
+        if not prompt.messages:
             raise ClientError("empty_conversation", "there is nothing to respond to: create an item first")
-        self._held.check_room(size_of_messages(messages))
-        return ResponseSpec(
-            messages,
-            item_ids,
-            settings.params("response"),
+        spec = ResponseSpec(
+            prompt,
+            settings.params("response", None if tools is None else tools.grammar),
             settings.truncation,
             settings.max_output_tokens,
             given.metadata,
             received.event.event_id,
             left_out,
             is_lasting,
+            None if tools is None else tools.form,
         )
+        self._held.check_room(spec.size)
+        return spec
 
     def _begin_next(self) -> None:
         """Handle the response.create that was remembered, if any, as the response before it has ended."""

@@ -12,27 +12,42 @@ import msgspec
 
 from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded, RequestRejected, TimedOut
+from trioengine.serve.chat_tools import known_tools
 from trioengine.serve.errors import ClientError
+from trioengine.serve.ids import new_id
 from trioengine.serve.parsing import as_served, check_unicode, either, load_object, shown
 from trioengine.serve.reading import check_supported, read, unknown_names
-from trioengine.serve.realtime.items import PART_TYPES, ROOT, Item, Part, Role
+from trioengine.serve.realtime.item import (
+    PART_TYPES,
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    Item,
+    MessageItem,
+    Part,
+    Role,
+)
+from trioengine.serve.realtime.items import ROOT
 from trioengine.serve.realtime.requests import (
     EVENTS,
     HARMLESS,
     MAX_EVENT_ID,
     UNSUPPORTED,
     ClientEvent,
+    FlatTool,
+    FunctionCall,
+    FunctionCallOutput,
+    GivenItem,
     InputImage,
     ItemCreate,
     ItemPart,
     ItemReference,
     ItemTruncate,
-    MessageItem,
     ResponseCreate,
     ResponseSettings,
     SessionSettings,
     SessionUpdate,
 )
+from trioengine.serve.realtime.settings import GivenTools
 
 IMAGE_TIMEOUT = 10.0  # seconds that an event, and all behind it, wait for room for its images
 InputEntry: TypeAlias = Item | ItemReference
@@ -136,13 +151,19 @@ def _read(fields: Mapping[str, Any]) -> ClientEvent:
         message = f"{_AUDIO_END}: audio is not supported; text_end is the number of characters to keep"
         raise ClientError("unsupported_parameter", message, param=_AUDIO_END)
     try:
-        return read(fields, kind)
+        return read(_typed(fields) if kind is ItemCreate else fields, kind)
     except ClientError as exc:
         problem = exc.problem
         for code, path in _KINDS.items():
             if path.fullmatch(problem.param or "") and problem.code == "invalid_value":
                 raise ClientError(code, problem.message, param=problem.param) from None
         raise
+
+
+def _typed(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a conversation.item.create whose item has a type: one without a type is a message."""
+    item = fields.get("item")
+    return {**fields, "item": {"type": "message", **item}} if isinstance(item, Mapping) else fields
 
 
 def _with_settings(
@@ -157,25 +178,35 @@ def _with_settings(
         check_supported(given["truncation"], _RETENTION_UNSUPPORTED, f"{where}.truncation")
     known = settings.__struct_encode_fields__
     changes = {name: getattr(settings, name) for name in known if name in given}
+    skipped: tuple[str, ...] = ()
+    if changes.get("tools"):
+        functions, skipped = known_tools(changes["tools"], FlatTool, f"{where}.tools")
+        changes["tools"] = GivenTools.of(functions)
     entries = changes.pop("input", None) or ()
     items = tuple(
-        make_item(entry, f"{where}.input[{index}]") if isinstance(entry, MessageItem) else entry
+        entry if isinstance(entry, ItemReference) else make_item(entry, f"{where}.input[{index}]")
         for index, entry in enumerate(entries)
     )
-    names = unknown_names(given, {*known, *HARMLESS, *UNSUPPORTED})
+    names = (*unknown_names(given, {*known, *HARMLESS, *UNSUPPORTED}), *skipped)
     return Received(event, items, changes, (*unknown, UnknownMembers(f"{where}.", names, known)))
 
 
 # ---- items ---------------------------------------------------------------------------------------------------------
 
 
-def make_item(given: MessageItem, where: str) -> Item:
+def make_item(given: GivenItem, where: str) -> Item:
     """Return the item. Raises ClientError for parts that its role does not have."""
     if given.id == ROOT:
         raise ClientError("invalid_value", f"{where}.id must be another string than {shown(ROOT)}", param=f"{where}.id")
+    id = given.id or new_id("item_")
+    match given:
+        case FunctionCall():
+            return FunctionCallItem(given.name, given.arguments, given.call_id or new_id("call_"), id=id)
+        case FunctionCallOutput():
+            return FunctionCallOutputItem(given.call_id, given.output, id=id)
     role = Role(given.role)
     parts = [_part(part, role, f"{where}.content[{index}]") for index, part in enumerate(given.content)]
-    return Item(role, parts) if given.id is None else Item(role, parts, given.id)
+    return MessageItem(role, parts, id=id)
 
 
 def _part(part: ItemPart, role: Role, where: str) -> Part:
@@ -209,7 +240,7 @@ async def keep_images(engine: Engine, received: Received, model: str) -> Abstrac
         message = as_served(exc.message, engine.config.model, model)
         raise RequestRejected(exc.code, _of_event(message), param=_of_event(exc.param or "")) from None
     for entry, taken in zip(entries, kept.messages, strict=True):
-        if isinstance(entry, Item):
+        if isinstance(entry, MessageItem):
             entry.take_images(taken)
     return kept
 

@@ -1,149 +1,20 @@
-"""The conversation of a connection: its items, each a message of texts and images, in their order.
+"""The conversation of a connection: its items in their order.
 
 The connection owns the items; the history of the engine's session is a cache of them.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator
 
-from trioengine.actors.images import KeptImages
 from trioengine.serve.errors import ClientError
-from trioengine.serve.ids import new_id
-from trioengine.serve.limits import Held, size_of
+from trioengine.serve.limits import Held
 from trioengine.serve.parsing import shown
+from trioengine.serve.realtime.item import Item, ItemStatus, MessageItem, Role
 from trioengine.serve.realtime.outbox import EVENT_FACTOR
 from trioengine.serve.realtime.requests import MAX_ITEMS, ItemReference
-from trioengine.text.messages import Turns
 
-ITEM_SIZE = 512  # bytes of memory of an item, beside its texts
-IMAGE_SIZE = 512  # bytes of memory of an image, whose data the engine keeps
-IMAGE = "input_image"
-Part: TypeAlias = str | Mapping[str, Any]  # a text, or an image in the engine's form
 ROOT = "root"  # a previous_item_id: insert at the beginning
-
-
-class ItemStatus(enum.Enum):
-    IN_PROGRESS = "in_progress"
-    COMPLETED = "completed"
-    INCOMPLETE = "incomplete"
-
-
-class Role(enum.Enum):
-    SYSTEM = "system"
-    USER = "user"
-    ASSISTANT = "assistant"
-
-
-PART_TYPES = {
-    Role.SYSTEM: ("input_text",),
-    Role.USER: ("input_text", IMAGE),
-    Role.ASSISTANT: ("output_text", "text"),
-}
-
-
-@dataclass(slots=True)
-class Item:
-    """A message. The only part of an assistant's item grows while the item is in progress.
-
-    An image is the client's part until the engine keeps its bytes, then the engine's; `message` holds either form.
-    """
-
-    role: Role
-    _parts: list[Part]
-    id: str = field(default_factory=lambda: new_id("item_"))
-    status: ItemStatus = ItemStatus.COMPLETED
-    _deltas: list[str] = field(default_factory=list)  # received since the text was last joined
-    _kept: KeptImages | None = None  # while it is in a conversation
-
-    @property
-    def parts(self) -> list[Part]:
-        if self._deltas:
-            deltas, self._deltas = self._deltas, []
-            self._parts = ["".join([*self.texts, *deltas])]
-        return self._parts
-
-    @property
-    def texts(self) -> list[str]:
-        """The parts that are texts; all parts of an assistant's item are."""
-        return [part for part in self.parts if isinstance(part, str)]
-
-    def grow(self, delta: str) -> None:
-        """Append to the only part; the first delta, even an empty one, creates it."""
-        self._deltas.append(delta)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    @property
-    def has_images(self) -> bool:
-        return any(not isinstance(part, str) for part in self._parts)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it is an assistant's item without text, which prompts leave out."""
-        return self.role is Role.ASSISTANT and not self.text
-
-    @property
-    def size(self) -> int:
-        """Return the bytes of memory."""
-        return ITEM_SIZE + size_of_parts(self.parts)
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The item as a chat message, whose content is a list of parts if it has images."""
-        content = [_text_part(part) if isinstance(part, str) else part for part in self.parts]
-        return {"role": self.role.value, "content": content if self.has_images else self.text}
-
-    def take_images(self, message: Mapping[str, Any]) -> None:
-        """Replace the images by the images of `message`, which is this message in the engine's form."""
-        if self.has_images:
-            self._parts = [part["text"] if part["type"] == "text" else part for part in message["content"]]
-
-    def keep(self) -> None:
-        """Keep the images in the engine until `release`."""
-        if self.has_images:
-            self._kept = KeptImages([self.message])
-
-    def release(self) -> None:
-        if self._kept is not None:
-            self._kept.release()
-
-    def truncate(self, content_index: int, text_end: int) -> None:
-        """Keep the first `text_end` characters of this part, and drop all later parts."""
-        texts = self.texts
-        is_cut = text_end < len(texts[content_index]) or content_index < len(texts) - 1
-        self._parts = [*texts[:content_index], texts[content_index][:text_end]]
-        if is_cut:
-            self.status = ItemStatus.INCOMPLETE
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the item as clients see it: images without their bytes."""
-        kind = PART_TYPES[self.role][0]
-        return {
-            "id": self.id,
-            "object": "realtime.item",
-            "type": "message",
-            "status": self.status.value,
-            "role": self.role.value,
-            "content": [
-                {"type": kind, "text": part} if isinstance(part, str) else {"type": IMAGE, "image_url": None}
-                for part in self.parts
-            ],
-        }
-
-
-def _text_part(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
-
-
-def size_of_parts(parts: Iterable[Part]) -> int:
-    """Return the bytes of memory."""
-    return sum(size_of(part) if isinstance(part, str) else IMAGE_SIZE for part in parts)
 
 
 class Items:
@@ -221,8 +92,8 @@ class Items:
     def truncate(self, id: str, content_index: int, text_end: int) -> Item:
         """Keep the first `text_end` characters of an assistant's item; returns the item. Raises ClientError."""
         item = self._finished_item(id)
-        if item.role is not Role.ASSISTANT:
-            message = f"item_id: {item.id!r} is not the assistant's, and only those are truncated"
+        if not (isinstance(item, MessageItem) and item.role is Role.ASSISTANT):
+            message = f"item_id: {item.id!r} is not a message of the assistant, and only those are truncated"
             raise ClientError("invalid_value", message, param="item_id")
         _check_position(content_index, len(item.texts) - 1, "content_index")
         _check_position(text_end, len(item.texts[content_index]), "text_end")
@@ -275,28 +146,6 @@ class Items:
         if item.status is not ItemStatus.IN_PROGRESS:
             self._count(item.size)
         return self._order[index - 1] if index else None
-
-
-def chat_messages(items: Iterable[Item], instructions: str) -> tuple[list[dict[str, Any]], list[str | None]]:
-    """Return instructions and items, without empty ones, as chat messages, and the item ids (None: instructions)."""
-    shown = [item for item in items if not item.is_empty]
-    messages = [item.message for item in shown]
-    ids: list[str | None] = [item.id for item in shown]
-    return ([{"role": "system", "content": instructions}, *messages], [None, *ids]) if instructions else (messages, ids)
-
-
-def num_turns(items: Iterable[Item]) -> int:
-    """Return the number of turns in these items."""
-    return len(Turns.of(chat_messages(items, "")[0]).starts)
-
-
-def size_of_messages(messages: Iterable[Mapping[str, Any]]) -> int:
-    """Return the bytes of memory of a response's messages."""
-    return sum(ITEM_SIZE + _size_of_content(message["content"]) for message in messages)
-
-
-def _size_of_content(content: str | list[Mapping[str, Any]]) -> int:
-    return size_of_parts([content] if isinstance(content, str) else [part.get("text", part) for part in content])
 
 
 def _check_position(value: int, most: int, param: str) -> None:

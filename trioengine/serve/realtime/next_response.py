@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from trioengine.serve.limits import Held, size_of
 from trioengine.serve.realtime.events import Received
-from trioengine.serve.realtime.items import Item
+from trioengine.serve.realtime.item import Item
+from trioengine.serve.realtime.settings import NO_TOOLS
 
 
 class NextResponse:
@@ -19,7 +20,8 @@ class NextResponse:
         self._held = held
         self._items = [entry for entry in received.items if isinstance(entry, Item)]
         instructions = received.changes.get("instructions") or ""
-        self._num_charged = sum(item.size for item in self._items) + size_of(instructions)
+        tools = received.changes.get("tools") or NO_TOOLS
+        self._num_charged = sum(item.size for item in self._items) + size_of(instructions) + tools.size
         held.check_room(self._num_charged)
         held.charge(self._num_charged)
         for item in self._items:

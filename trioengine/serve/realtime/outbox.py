@@ -61,7 +61,7 @@ class Outbox:
         self._sequence_number = 0
         self._changes = Notifier()
 
-    def put(self, name: str, **fields: Any) -> None:
+    def put(self, name: str, /, **fields: Any) -> None:
         """Queue an event of type `name`."""
         event_id, number = self._next_id()
         self._put(json.dumps({"event_id": event_id, "type": name, "sequence_number": number, **fields}))

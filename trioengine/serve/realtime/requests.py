@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from msgspec import Meta, Struct
 
 from trioengine.core.sampling_params import NUMBERS
-from trioengine.serve.requests import MAX_ID, MAX_METADATA, Sampling
+from trioengine.serve.requests import MAX_ID, MAX_METADATA, MAX_TOOLS, ChosenFunction, Function, Sampling
 
 OUT_OF_BAND = "none"  # the conversation of a response that leaves nothing in the connection's
 MAX_EVENT_ID = 512  # characters
@@ -28,7 +28,7 @@ HARMLESS = frozenset(
     {
         *("audio", "speed", "turn_detection", "voice"),
         *("input_audio_format", "input_audio_noise_reduction", "input_audio_transcription", "output_audio_format"),
-        *("include", "parallel_tool_calls", "prompt", "reasoning", "tracing"),
+        *("include", "prompt", "reasoning", "tracing"),
         *("client_secret", "expires_at", "id", "input_modalities", "object", "status"),  # of a session sent back
     }
 )
@@ -41,8 +41,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "output_modalities": (["text"], ["text", "audio"], ["audio", "text"]),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
-    "tool_choice": ("auto", "none"),
-    "tools": ([],),
 }
 
 
@@ -79,6 +77,30 @@ class MessageItem(Struct, tag="message", tag_field="type"):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
+class FunctionCall(Struct, tag="function_call", tag_field="type"):
+    """A call of a function by the model, sent back or made up."""
+
+    name: str
+    arguments: str  # JSON of an object
+    call_id: _ItemId | None = None
+    id: _ItemId | None = None
+    object: Literal["realtime.item"] | None = None  # without effect, as the status
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class FunctionCallOutput(Struct, tag="function_call_output", tag_field="type"):
+    """The result of a call of a function."""
+
+    call_id: _ItemId
+    output: str
+    id: _ItemId | None = None
+    object: Literal["realtime.item"] | None = None  # without effect, as the status
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+GivenItem: TypeAlias = MessageItem | FunctionCall | FunctionCallOutput
+
+
 class ItemReference(Struct, tag="item_reference", tag_field="type"):
     """A reference in the input of a response to an item of the conversation."""
 
@@ -86,6 +108,18 @@ class ItemReference(Struct, tag="item_reference", tag_field="type"):
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------
+
+
+class FlatTool(Function):
+    """A function as a tool; chat completions have it as a member of the tool."""
+
+    type: Literal["function"] = "function"
+
+
+class FlatChoice(ChosenFunction):
+    """A call of this function is forced."""
+
+    type: Literal["function"] = "function"
 
 
 class RetentionRatio(Struct):
@@ -101,6 +135,9 @@ class ModelSettings(Sampling, kw_only=True):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=_LEAST_TOKENS, le=_MOST_TOKENS)] | Literal["inf"] | None = None
     truncation: Literal["auto", "disabled"] | RetentionRatio | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class SessionSettings(ModelSettings, kw_only=True):
@@ -117,7 +154,7 @@ class ResponseSettings(ModelSettings, kw_only=True):
         | None
     ) = None
     conversation: Literal["auto", "none"] | None = None
-    input: Annotated[list[MessageItem | ItemReference], Meta(max_length=MAX_ITEMS)] | None = None
+    input: Annotated[list[GivenItem | ItemReference], Meta(max_length=MAX_ITEMS)] | None = None
 
 
 # ---- events --------------------------------------------------------------------------------------------------------
@@ -132,7 +169,7 @@ class SessionUpdate(_Event, tag="session.update"):
 
 
 class ItemCreate(_Event, tag="conversation.item.create"):
-    item: MessageItem
+    item: GivenItem
     previous_item_id: str | None = None
 
 

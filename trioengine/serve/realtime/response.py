@@ -22,14 +22,18 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Completion, FinishReason, Usage
 from trioengine.serve.access_log import REQUEST_ID, set_field
 from trioengine.serve.auth import salted
+from trioengine.serve.choices import in_fields
 from trioengine.serve.errors import ClientError, Problem, RequestAborted, problem_of
 from trioengine.serve.ids import new_id
-from trioengine.serve.limits import InFlight
-from trioengine.serve.realtime.items import Item, Items, ItemStatus, Role, num_turns, size_of_messages
-from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox
+from trioengine.serve.limits import InFlight, size_of
+from trioengine.serve.realtime.item import Item
+from trioengine.serve.realtime.items import Items
+from trioengine.serve.realtime.outbox import Outbox
+from trioengine.serve.realtime.output import Output
+from trioengine.serve.realtime.prompt import ChatPrompt, num_turns
 from trioengine.serve.realtime.settings import Truncation
 from trioengine.text.conversation import check_length, newest_turn
-from trioengine.text.messages import Turns
+from trioengine.text.tool_calls import ToolForm
 
 logger = logging.getLogger("trioengine")
 MAX_OUT_OF_BAND = 4  # responses at a time
@@ -48,12 +52,10 @@ class ResponseStatus(enum.Enum):
 class ResponseSpec:
     """The request of a response.create: the conversation at that time, and the settings.
 
-    `item_ids` has an id for each message; None for the instructions. `left_out` are the items that earlier responses
-    removed from all further prompts.
+    `left_out` are the items that earlier responses removed from all further prompts.
     """
 
-    messages: list[dict[str, Any]]
-    item_ids: list[str | None]
+    prompt: ChatPrompt
     params: SamplingParams
     truncation: Truncation
     max_output_tokens: int | str
@@ -61,11 +63,17 @@ class ResponseSpec:
     event_id: str | None = None  # the client's
     left_out: tuple[Item, ...] = ()
     is_lasting: bool = False  # later responses leave the same items out
+    tool_form: ToolForm | None = None  # of the calls in the answer, which has none without tools
 
-    def dropped_item_ids(self, count: int) -> list[str]:
-        """Return the ids of the items in the oldest `count` turns of its messages."""
-        ids = (self.item_ids[index] for index in Turns.of(self.messages).dropped(count))
-        return [id for id in ids if id is not None]
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return self.prompt.messages
+
+    @property
+    def size(self) -> int:
+        """The bytes of memory."""
+        grammar = self.params.grammar
+        return self.prompt.size + (0 if grammar is None else size_of(grammar.source))
 
 
 @dataclass(slots=True)
@@ -84,19 +92,21 @@ class Response:
     status: ResponseStatus = ResponseStatus.IN_PROGRESS
     status_details: dict[str, Any] | None = None
     usage: dict[str, Any] | None = None
-    item: Item | None = None
+    output: Output = field(init=False)
     dropped_turns: int = 0  # turns left out of its prompt
     dropped_item_ids: list[str] = field(default_factory=list)  # the items in them
     cancelled: bool = False  # by its client; it may still finish before the abort
     session: Session | None = None  # while it answers, from before the prompt is prepared
     generation: Generation | None = None  # while it runs
-    _delta: DeltaTemplate | None = None
     _num_charged: int = 0  # bytes
     _kept: KeptImages | None = None
 
+    def __post_init__(self) -> None:
+        self.output = Output(self.id, self.outbox, self.items, self.spec.tool_form)
+
     def begin(self) -> None:
         self._kept = KeptImages(self.spec.messages)
-        self._charge(size_of_messages(self.spec.messages))
+        self._charge(self.spec.size)
         self.outbox.put("response.created", response=self.to_json())
 
     def cancel(self) -> None:
@@ -115,24 +125,9 @@ class Response:
         if self._kept is not None:
             self._kept.release()
 
-    def begin_item(self) -> None:
-        """Create the item, still empty, as the engine has accepted the request."""
-        self.item = item = Item(Role.ASSISTANT, [], status=ItemStatus.IN_PROGRESS)
-        self._delta = DeltaTemplate("response.output_text.delta", **self._place(item))
-        self.outbox.put("response.output_item.added", response_id=self.id, output_index=0, item=item.to_json())
-        if self.items is not None:
-            previous = self.items.append_answer(item)
-            self.outbox.put("conversation.item.added", previous_item_id=previous, item=item.to_json())
-        item.grow("")
-        self._put("response.content_part.added", item, part=_part(""))
-
-    def add_text(self, delta: str) -> None:
-        assert self.item is not None and self._delta is not None, "text comes after begin_item"
-        self.item.grow(delta)
-        self.outbox.put_delta(self._delta, delta)
-
     def finish(self, completion: Completion) -> None:
-        """End with an outcome of the engine other than an error."""
+        """End with an outcome of the engine other than an error. Raises ClientError as `Output.add`."""
+        self.output.finish()
         self.usage = _usage(completion.usage)
         self._record_dropped(completion.dropped_turns)
         match completion.finish_reason:
@@ -147,7 +142,7 @@ class Response:
 
     def _record_dropped(self, count: int) -> None:
         """Record the turns dropped from the prompt, together with those left out before."""
-        left_out, dropped = self.spec.left_out, self.spec.dropped_item_ids(count)
+        left_out, dropped = self.spec.left_out, self.spec.prompt.dropped_item_ids(count)
         self.dropped_turns = count + num_turns(left_out)
         self.dropped_item_ids = [*(item.id for item in left_out), *dropped]
         if self.spec.is_lasting and self.items is not None:
@@ -163,37 +158,20 @@ class Response:
         self.release()
         self.status = status
         self.status_details = {"type": status.value, **details} if details else None
-        if self.item is not None:
-            self._end_item(self.item)
+        self.output.close(is_completed=status is ResponseStatus.COMPLETED)
         self.outbox.put("response.done", response=self.to_json())
 
     def _charge(self, size: int) -> None:
         self._num_charged += size
         self.outbox.held.charge(size)
 
-    def _end_item(self, item: Item) -> None:
-        item.status = ItemStatus.COMPLETED if self.status is ResponseStatus.COMPLETED else ItemStatus.INCOMPLETE
-        self._put("response.output_text.done", item, text=item.text)
-        self._put("response.content_part.done", item, part=_part(item.text))
-        if self.items is not None:
-            self.items.finish_answer(item)
-            self.outbox.put("conversation.item.done", previous_item_id=self.items.before(item), item=item.to_json())
-        self.outbox.put("response.output_item.done", response_id=self.id, output_index=0, item=item.to_json())
-
-    def _put(self, name: str, item: Item, **fields: Any) -> None:
-        self.outbox.put(name, **self._place(item), **fields)
-
-    def _place(self, item: Item) -> dict[str, Any]:
-        return {"response_id": self.id, "item_id": item.id, "output_index": 0, "content_index": 0}
-
     def to_json(self) -> dict[str, Any]:
-        item = None if self.status is ResponseStatus.IN_PROGRESS else self.item
         return {
             "id": self.id,
             "object": "realtime.response",
             "status": self.status.value,
             "status_details": self.status_details,
-            "output": [] if item is None else [item.to_json()],
+            "output": [] if self.status is ResponseStatus.IN_PROGRESS else self.output.to_json(),
             "conversation_id": self.conversation_id,
             "output_modalities": ["text"],
             "max_output_tokens": self.spec.max_output_tokens,
@@ -202,10 +180,6 @@ class Response:
             "dropped_turns": self.dropped_turns,
             "dropped_item_ids": self.dropped_item_ids,
         }
-
-
-def _part(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -354,6 +328,7 @@ class ResponseRunner:
         Cancelled, it ends the session. Raises the error that refuses or fails the request.
         """
         messages, truncation = response.spec.messages, response.spec.truncation
+        session.set_chat_template_kwargs(response.spec.prompt.variables)
         session.set_overflow(truncation.overflow, truncation.retention_ratio)
         needed = messages if truncation.overflow == "refuse" else newest_turn(messages)
         check_length(needed, self.engine.limits.max_model_len, self.engine.tokenizer)  # before they are copied
@@ -364,7 +339,8 @@ class ResponseRunner:
             with self._in_flight.running((response.id,), generation):
                 await _stream(session, generation, response)
         except RequestRejected as exc:
-            raise _name_item(exc, response.spec.item_ids, len(messages) - len(extension)) from None
+            named = in_fields(exc, {"grammar": "tools"})
+            raise _name_item(named, response.spec.prompt.item_ids, len(messages) - len(extension)) from None
         finally:
             response.session = None
 
@@ -376,7 +352,7 @@ def report_failure(response: Response) -> Iterator[None]:
         try:
             yield
         except Exception as exc:
-            if not isinstance(exc, EngineError):
+            if not isinstance(exc, (ClientError, EngineError)):
                 logger.exception("response %s crashed", response.id)
             response.fail(problem_of(exc))
 
@@ -387,11 +363,11 @@ async def _stream(session: Session, generation: Generation, response: Response) 
         try:
             if response.cancelled:
                 generation.abort()
-            response.begin_item()
+            response.output.begin()
             async for chunk in generation:
                 await response.outbox.room()
                 if chunk.text:
-                    response.add_text(chunk.text)
+                    response.output.add(chunk.text)
         except trio.Cancelled:
             session.end(Cause.DISCONNECT)  # before the generation is left, so that this is its cause
             raise
@@ -409,16 +385,16 @@ def _extend_history(session: Session, messages: list[dict[str, Any]]) -> list[di
     return messages[-1:]
 
 
-def _name_item(error: RequestRejected, item_ids: Sequence[str | None], num_history: int) -> RequestRejected:
-    """Name the item in an error about a part of a message.
+def _name_item(error: RequestRejected, item_ids: Sequence[tuple[str, ...]], num_history: int) -> RequestRejected:
+    """Name the item in an error about a part of a message: the first in it.
 
-    `item_ids` has an id for each message, of which the first `num_history` were the session's history.
+    `item_ids` has the ids of the items in each message, of which the first `num_history` were the session's history.
     """
     place = _PLACE.match(error.message)
     if place is None:
         return error
     index = int(place[2]) + (num_history if place[1] == "prompt" else 0)
-    item_id = item_ids[index] if index < len(item_ids) else None
+    item_id = next(iter(item_ids[index]), None) if index < len(item_ids) else None
     if item_id is None:
         return error
     return RequestRejected(error.code, f"item {item_id!r}: {error.message[place.end() :]}", param=item_id)

@@ -1,18 +1,22 @@
-"""The settings of sessions and responses: instructions, sampling, and how prompts beyond the context are cut."""
+"""The settings of sessions and responses: instructions, tools, sampling, and how prompts beyond the context are cut."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
 
+from trioengine.core.grammar import Grammar
 from trioengine.core.sampling_params import Overflow, SamplingParams
+from trioengine.serve.chat_tools import Choice, ChoicePaths, Tools, check_choice, tools_of
+from trioengine.serve.limits import size_of, size_of_json
 from trioengine.serve.reading import sampling_params
-from trioengine.serve.realtime.requests import RetentionRatio
-from trioengine.serve.requests import Sampling
+from trioengine.serve.realtime.requests import FlatTool, RetentionRatio
+from trioengine.serve.requests import ChosenFunction, Sampling
+from trioengine.text.tool_calls import ToolForm
 
 _NAMES: Mapping[str, Overflow] = {"auto": "drop_oldest_turns", "disabled": "refuse"}
 _UNLIMITED = "inf"
@@ -41,6 +45,26 @@ class Truncation(NamedTuple):
 AUTO = Truncation()
 
 
+class GivenTools(NamedTuple):
+    """The setting `tools`: the functions in it, and their bytes of memory."""
+
+    functions: tuple[FlatTool, ...] = ()
+    size: int = 0
+
+    @classmethod
+    def of(cls, functions: Sequence[FlatTool]) -> GivenTools:
+        return cls(tuple(functions), sum(size_of_json(msgspec.to_builtins(function)) for function in functions))
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [
+            {name: value for name, value in msgspec.to_builtins(function).items() if value is not None}
+            for function in self.functions
+        ]
+
+
+NO_TOOLS = GivenTools()
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Validated settings, by the protocol's names."""
@@ -49,6 +73,14 @@ class Settings:
     sampling: Sampling = field(default_factory=Sampling)
     max_output_tokens: int | str = _UNLIMITED
     truncation: Truncation = AUTO
+    tools: GivenTools = NO_TOOLS
+    tool_choice: Choice = "auto"
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def size(self) -> int:
+        """The bytes of memory of its texts and tools."""
+        return size_of(self.instructions) + self.tools.size
 
     def changed(self, changes: Mapping[str, Any], where: str) -> Settings:
         """Return the settings with these changes, of which None removes a setting; other names have no effect.
@@ -63,17 +95,31 @@ class Settings:
             changed = dataclasses.replace(changed, max_output_tokens=changes["max_output_tokens"] or _UNLIMITED)
         if "truncation" in changes:
             changed = dataclasses.replace(changed, truncation=Truncation.of(changes["truncation"]))
+        if "tools" in changes:
+            changed = dataclasses.replace(changed, tools=changes["tools"] or NO_TOOLS)
+        if "tool_choice" in changes:
+            changed = dataclasses.replace(changed, tool_choice=changes["tool_choice"] or "auto")
+        if "parallel_tool_calls" in changes:
+            changed = dataclasses.replace(changed, parallel_tool_calls=changes["parallel_tool_calls"])
+        paths = ChoicePaths(f"{where}.tool_choice", f"{where}.tool_choice.name")
+        check_choice(changed.tools.functions, changed.tool_choice, paths)
         changed.params(where)
         return changed
 
-    def params(self, where: str) -> SamplingParams:
+    def chosen_tools(self, form: ToolForm) -> Tools | None:
+        """Return the tools for a model; None if there are none, or the choice hides them. Raises ClientError."""
+        is_single = self.parallel_tool_calls is False
+        return tools_of(self.tools.functions, self.tool_choice, form, is_single=is_single)
+
+    def params(self, where: str, grammar: Grammar | None = None) -> SamplingParams:
         """Return the engine's parameters. Raises ClientError."""
         limit = self.max_output_tokens
-        return sampling_params(self.sampling, max_tokens=limit if isinstance(limit, int) else None, where=f"{where}.")
+        max_tokens = limit if isinstance(limit, int) else None
+        return sampling_params(self.sampling, max_tokens=max_tokens, grammar=grammar, where=f"{where}.")
 
     def to_json(self, id: str, model: str, *, takes_images: bool) -> dict[str, Any]:
         """Return the session as clients see it."""
-        sampling = msgspec.structs.asdict(self.sampling)
+        optional = {**msgspec.structs.asdict(self.sampling), "parallel_tool_calls": self.parallel_tool_calls}
         return {
             "type": "realtime",
             "object": "realtime.session",
@@ -82,15 +128,19 @@ class Settings:
             "input_modalities": input_modalities(takes_images=takes_images),
             "output_modalities": ["text"],
             "instructions": self.instructions,
-            "tools": [],
-            "tool_choice": "auto",
+            "tools": self.tools.to_json(),
+            "tool_choice": _shown_choice(self.tool_choice),
             "truncation": self.truncation.shown,
             "tracing": None,
             "prompt": None,
             "include": None,
-            **{name: value for name, value in sampling.items() if value is not None},
+            **{name: value for name, value in optional.items() if value is not None},
             "max_output_tokens": self.max_output_tokens,
         }
+
+
+def _shown_choice(choice: Choice) -> str | dict[str, Any]:
+    return {"type": "function", "name": choice.name} if isinstance(choice, ChosenFunction) else choice or "auto"
 
 
 def input_modalities(*, takes_images: bool) -> list[str]:

@@ -20,6 +20,7 @@ from trioengine.serve.limits import ByteBudget, ConnectionSlot, InFlight
 from trioengine.serve.realtime import outbox
 from trioengine.serve.realtime.connection import RealtimeConnection as RealtimeConnection
 from trioengine.serve.realtime.events import Received
+from trioengine.serve.realtime.item import FunctionCallItem, FunctionCallOutputItem, Item, MessageItem
 from trioengine.serve.realtime.outbox import Outbox
 from trioengine.serve.realtime.requests import ResponseCancel
 from trioengine.serve.realtime.response import Response as Response
@@ -81,7 +82,17 @@ def num_held_bytes(connection: RealtimeConnection) -> int:
 def outlines(connection: RealtimeConnection) -> list[tuple[str, str, int]]:
     """The role, the text and the number of images of each item of a conversation."""
     items = (connection._items._items[id] for id in connection._items._order)
-    return [(item.role.value, item.text, len(item.parts) - len(item.texts)) for item in items]
+    return [(item.role.value, *_outline(item)) for item in items]
+
+
+def _outline(item: Item) -> tuple[str, int]:
+    match item:
+        case MessageItem():
+            return item.text, len(item.parts) - len(item.texts)
+        case FunctionCallItem():
+            return item.arguments, 0
+    assert isinstance(item, FunctionCallOutputItem), f"an item of another kind: {item}"
+    return item.output, 0
 
 
 def item_payloads(connection: RealtimeConnection) -> Iterator[Payload]:

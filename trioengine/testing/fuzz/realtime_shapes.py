@@ -39,7 +39,7 @@ _STATES = ("awake", "sleeping", "updating", "loading", "restarting", "draining")
 _REASONS = {"incomplete": "max_output_tokens", "cancelled": "client_cancelled"}
 ALWAYS_REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {  # an event, and the code and the param of its error
     "odd": ("conversation.fly", {}, "unknown_event", "type"),
-    "tools": ("session.update", {"session": {"tools": [{}]}}, "unsupported_parameter", "session.tools"),
+    "tools": ("session.update", {"session": {"tools": [{}]}}, "missing_parameter", "session.tools[0].name"),
     "half a pair": ("session.update", {"session": {"instructions": "\ud800"}}, "invalid_value", "session.instructions"),
     "too hot": ("session.update", {"session": {"temperature": 101}}, "invalid_value", "session.temperature"),
     "no session": ("session.update", {}, "missing_parameter", "session"),

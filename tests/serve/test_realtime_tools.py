@@ -1,0 +1,354 @@
+"""Tools over WebSocket: calls in answers, in the conversation, cancelled, without room, and refusals."""
+
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+import trio
+from helpers.clients import Clients, open_clients
+from helpers.realtime_texts import reference, user
+from test_tools import ROOM
+from trio.testing import wait_all_tasks_blocked
+
+from trioengine import EngineConfig, open_engine
+from trioengine.testing import Simulation
+from trioengine.testing.toy_model import toy_model
+from trioengine.text.chat_template import ChatTemplate
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "name": "weather", "description": "The weather in a city.", "parameters": PARAMETERS}
+CLOCK = {"type": "function", "name": "clock", "parameters": {"type": "object", "additionalProperties": False}}
+NAMED = {"type": "function", "name": "weather"}
+LONG = {"temperature": 0, "max_output_tokens": 200}
+FORCED = {"tools": [WEATHER], "tool_choice": NAMED, **LONG}
+CALLED = [
+    *("response.created", "response.output_item.added", "conversation.item.added"),
+    *("response.function_call_arguments.delta", "response.function_call_arguments.done"),
+    *("conversation.item.done", "response.output_item.done", "response.done"),
+]
+
+
+TEMPLATE = """{% for tool in tools or [] %}<{{ tool | tojson }}>{% endfor %}{% for message in messages %}
+{{ message.role }}: {{ message.content }}{% for call in message.tool_calls or [] %}({{ call | tojson }}){% endfor %}
+{{- message.tool_call_id or "" }}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+
+
+@asynccontextmanager
+async def clients_of_a_template():
+    """A model whose template prints tools."""
+    async with trio.open_nursery() as nursery:
+        simulation = Simulation(nursery, limits=ROOM)
+        model = replace(toy_model(ROOM.max_model_len), chat_template=ChatTemplate(TEMPLATE))
+        ports = replace(simulation.ports, read_model=lambda path: model)
+        async with open_engine(EngineConfig(model="toy"), ports=ports) as engine:
+            yield Clients(engine, simulation, nursery)
+            nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+async def clients(autojump_clock):
+    async with open_clients(limits=ROOM) as clients:
+        yield clients
+
+
+def kinds(events):
+    """The types of events, without repetitions."""
+    types = [event["type"] for event in events]
+    return [kind for index, kind in enumerate(types) if types[index - 1 : index] != [kind]]
+
+
+def function(tool):
+    """The tool in the form of chat completions."""
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def output_of(call, text):
+    return {"type": "function_call_output", "call_id": call["call_id"], "output": text}
+
+
+async def add(client, item, **fields):
+    await client.send("conversation.item.create", item=item, **fields)
+    return (await client.until("conversation.item.done"))["item"]
+
+
+async def error_of(client, name, **fields):
+    await client.send(name, **fields)
+    error = (await client.until("error"))["error"]
+    return error["code"], error["param"]
+
+
+async def test_a_forced_call(autojump_clock, clients):
+    async with clients.realtime() as client:
+        await add(client, {"role": "user", "content": [{"type": "input_text", "text": "hello"}]})
+        start = len(client.events)
+        response = await client.respond(**FORCED)
+        events = client.events[start:]
+        assert kinds(events) == CALLED
+        assert (response["status"], response["status_details"]) == ("completed", None)
+        (call,) = response["output"]
+        assert call.keys() == {"id", "object", "type", "status", "name", "call_id", "arguments"}
+        assert (call["type"], call["status"], call["name"]) == ("function_call", "completed", "weather")
+        assert call["call_id"].startswith("call_") and json.loads(call["arguments"])["days"] in (1, 2)
+        deltas = [event for event in events if event["type"] == "response.function_call_arguments.delta"]
+        assert len(deltas) > 5 and "".join(event["delta"] for event in deltas) == call["arguments"]
+        place = {"response_id": response["id"], "item_id": call["id"], "output_index": 0, "call_id": call["call_id"]}
+        (done,) = (event for event in events if event["type"] == "response.function_call_arguments.done")
+        for event in (*deltas, done):
+            assert place.items() <= event.items() and "content_index" not in event
+        assert (done["name"], done["arguments"]) == ("weather", call["arguments"])
+        added = next(event for event in events if event["type"] == "response.output_item.added")
+        assert added["item"] == {**call, "arguments": "", "status": "in_progress"}
+        await client.send("conversation.item.retrieve", item_id=call["id"])
+        assert (await client.until("conversation.item.retrieved"))["item"] == call
+
+
+async def test_the_conversation_goes_on_after_a_call(autojump_clock, clients):
+    """The model sees what a chat completion shows it."""
+    async with clients.realtime() as client:
+        settings = {"instructions": "be kind", "tools": [WEATHER, CLOCK], "tool_choice": NAMED}
+        await client.send("session.update", session=settings)
+        shown = (await client.until("session.updated"))["session"]
+        assert {name: shown[name] for name in settings} == settings
+        response = await client.ask("hello", **LONG)
+        (call,) = response["output"]
+        item = await add(client, output_of(call, "sunny"))
+        assert item == {**output_of(call, "sunny"), "id": item["id"], "object": "realtime.item", "status": "completed"}
+        following = await client.respond(tool_choice="auto", **LONG)
+    called = {
+        "id": call["call_id"],
+        "type": "function",
+        "function": {name: call[name] for name in ("name", "arguments")},
+    }
+    messages = [
+        {"role": "system", "content": "be kind"},
+        user("hello"),
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": call["call_id"], "content": "sunny"},
+    ]
+    answer = await clients.chat(
+        messages=messages, tools=[function(WEATHER), function(CLOCK)], max_tokens=200, ignore_eos=False
+    )
+    (message,) = following["output"]
+    assert message["content"][0]["text"] == answer.json["choices"][0]["message"]["content"]
+    assert following["usage"]["input_tokens"] == answer.json["usage"]["prompt_tokens"]
+    assert following["usage"]["input_token_details"]["cached_tokens"] > 0
+
+
+async def test_a_template_that_prints_tools(autojump_clock):
+    """It gets the tools of each response, and calls as members of the message before them."""
+    async with clients_of_a_template() as clients, clients.realtime() as client:
+        await client.say("hello")
+        made = {"type": "function_call", "name": "clock", "arguments": '{"at": [1]}', "call_id": "c1"}
+        await client.send("conversation.item.create", item=made)
+        await add(client, {"type": "function_call_output", "call_id": "c1", "output": "noon"})
+        call = {"type": "function", "id": "c1", "function": {"name": "clock", "arguments": '{"at": [1]}'}}
+        messages = [
+            user("hello"),
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "noon"},
+        ]
+        lengths = []
+        for tools in ([CLOCK], [WEATHER, CLOCK], [], [CLOCK]):
+            await client.send("session.update", session={"tools": tools})
+            response = await client.respond(**LONG)
+            given = {"tools": [function(tool) for tool in tools]} if tools else {}
+            answer = await clients.chat(messages=messages, max_tokens=200, ignore_eos=False, **given)
+            assert answer.status == 200, answer.json
+            text = answer.json["choices"][0]["message"]["content"]
+            assert response["output"][0]["content"][0]["text"] == text
+            assert response["usage"]["input_tokens"] == answer.json["usage"]["prompt_tokens"]
+            messages.append({"role": "assistant", "content": text})
+            lengths.append(response["usage"]["input_tokens"])
+        assert lengths[1] - lengths[0] > len(json.dumps(function(WEATHER))) > lengths[0] - lengths[2]
+
+
+async def test_items_of_a_call_made_up_by_the_client(autojump_clock, clients):
+    """A call belongs to the assistant's message before it, as in a chat."""
+    async with clients.realtime() as client:
+        for role, text in (("user", "a"), ("assistant", "I look.")):
+            await client.say(text, role=role)
+            await client.until("conversation.item.done")
+        made = {"type": "function_call", "name": "clock", "arguments": "{}"}
+        call = await add(client, {**made, "id": "mine", "call_id": "c1"}, previous_item_id=None)
+        assert call == {**made, "id": "mine", "call_id": "c1", "object": "realtime.item", "status": "completed"}
+        await add(client, {**made, "call_id": "c2"})
+        for id in ("c1", "c2"):
+            await add(client, {"type": "function_call_output", "call_id": id, "output": "noon"})
+        response = await client.respond(tools=[CLOCK], **LONG)
+        alone = await client.respond(
+            tools=[CLOCK], input=[{**made}, {"type": "item_reference", "id": "mine"}], conversation="none", **LONG
+        )
+    text = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    messages = [
+        user("a"),
+        {"role": "assistant", "content": f"I look.\n{text}\n{text}"},
+        {"role": "tool", "content": "noon"},
+        {"role": "tool", "content": "noon"},
+    ]
+    for each, told in ((response, messages), (alone, [{"role": "assistant", "content": f"{text}\n{text}"}])):
+        answer = await clients.chat(messages=told, tools=[function(CLOCK)], max_tokens=200, ignore_eos=False)
+        assert each["usage"]["input_tokens"] == answer.json["usage"]["prompt_tokens"]
+        assert each["output"][0]["content"][0]["text"] == answer.json["choices"][0]["message"]["content"]
+
+
+async def test_an_answer_without_calls_is_one_message(autojump_clock, clients):
+    async with clients.realtime() as client:
+        await client.say("hello")
+        hidden = await client.respond(tools=[WEATHER], tool_choice="none", temperature=0, max_output_tokens=40)
+        assert hidden["output"][0]["content"][0]["text"] == reference(clients, [user("hello")])
+        start = len(client.events)
+        response = await client.respond(tools=[WEATHER], **LONG)
+        (message,) = response["output"]
+        events = client.events[start:]
+        deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+        assert message["type"] == "message" and message["content"][0]["text"] == "".join(deltas)
+        assert kinds(events)[:4] == [*CALLED[:3], "response.content_part.added"]
+
+
+async def test_several_calls(autojump_clock, clients):
+    """Forced ones of a choice that allows several; each is an item of its own, with its own index."""
+    async with clients.realtime() as client:
+        await client.say("hello")
+        response = await client.respond(tools=[CLOCK], tool_choice="required", min_tokens=70, **LONG)
+        calls = response["output"]
+        assert len(calls) > 1 and {call["name"] for call in calls} == {"clock"}
+        assert len({call["id"] for call in calls}) == len({call["call_id"] for call in calls}) == len(calls)
+        added = [event for event in client.events if event["type"] == "response.output_item.added"]
+        assert [event["output_index"] for event in added] == list(range(len(calls)))
+        before = [event["previous_item_id"] for event in client.events if event["type"] == "conversation.item.done"]
+        assert before[2:] == [call["id"] for call in calls[:-1]]
+        single = await client.respond(tools=[CLOCK], tool_choice="required", parallel_tool_calls=False, **LONG)
+        assert len(single["output"]) == 1
+
+
+async def test_a_response_cancelled_in_a_call(autojump_clock, clients):
+    """The call is incomplete, and later prompts leave it out."""
+    async with clients.realtime() as client:
+        await client.say("hello")
+        await client.send("response.create", response=FORCED)
+        await client.until("response.function_call_arguments.delta")
+        start = len(client.events)
+        await client.send("response.cancel")
+        response = (await client.until("response.done"))["response"]
+        assert response["status"] == "cancelled"
+        (call,) = response["output"]
+        assert (call["type"], call["status"]) == ("function_call", "incomplete")
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(call["arguments"])
+        assert kinds(client.events[start:])[-4:] == CALLED[-4:]
+        following = await client.respond(temperature=0, max_output_tokens=40)
+        assert following["output"][0]["content"][0]["text"] == reference(clients, [user("hello")])
+
+
+async def test_a_call_cut_by_the_number_of_tokens(autojump_clock, clients):
+    async with clients.realtime() as client:
+        await client.say("hello")
+        response = await client.respond(**{**FORCED, "max_output_tokens": 60})
+        (call,) = response["output"]
+        assert (response["status"], call["status"]) == ("incomplete", "incomplete")
+        none = await client.respond(**{**FORCED, "max_output_tokens": 1})
+        (message,) = none["output"]
+        assert (message["type"], message["status"]) == ("message", "incomplete")
+
+
+async def test_calls_are_deleted_and_not_truncated(autojump_clock, clients):
+    async with clients.realtime() as client:
+        await client.say("hello")
+        await client.until("conversation.item.done")
+        held = clients.server.budget
+        before = held.num_bytes
+        (call,) = (await client.respond(**FORCED))["output"]
+        output = await add(client, output_of(call, "é"))
+        for item in (call, output):
+            place = {"item_id": item["id"], "content_index": 0, "text_end": 0}
+            assert await error_of(client, "conversation.item.truncate", **place) == ("invalid_value", "item_id")
+        expected = 2 * 512 + len("weather") + 2 * len(call["call_id"]) + len(call["arguments"]) + 4
+        await client.send("conversation.item.retrieve", item_id="none")
+        await client.until("error")
+        await wait_all_tasks_blocked()
+        assert held.num_bytes - before == expected
+        for item in (output, call):
+            await client.send("conversation.item.delete", item_id=item["id"])
+            await client.until("conversation.item.deleted")
+        await wait_all_tasks_blocked()
+        assert held.num_bytes == before
+
+
+async def test_tools_are_counted(autojump_clock, clients):
+    async with clients.realtime() as client:
+        before = clients.server.budget.num_bytes
+        for tools in ([{**CLOCK, "description": "x" * 5000}], []):
+            await client.send("session.update", session={"tools": tools})
+            await client.until("session.updated")
+            await wait_all_tasks_blocked()
+            assert (clients.server.budget.num_bytes - before >= 5000) == bool(tools)
+        assert clients.server.budget.num_bytes == before
+
+
+async def test_tools_without_room(autojump_clock):
+    async with open_clients(max_buffered_bytes=30_000) as clients, clients.realtime() as client:
+        session = {"tools": [{**CLOCK, "description": "x" * 5000}], "instructions": "be"}
+        assert await error_of(client, "session.update", session=session) == ("buffers_full", None)
+        await client.send("session.update", session={})
+        shown = (await client.until("session.updated"))["session"]
+        assert (shown["tools"], shown["instructions"]) == ([], "")
+
+
+async def test_no_room_for_a_second_call(autojump_clock):
+    """The response fails, and its first call stays."""
+    async with open_clients(limits=ROOM, max_conversation_size=1200) as clients, clients.realtime() as client:
+        await client.say("hello")
+        response = await client.respond(tools=[CLOCK], tool_choice="required", min_tokens=70, **LONG)
+        assert response["status_details"]["error"]["code"] == "conversation_too_large"
+        (call,) = response["output"]
+        assert (call["name"], call["status"], response["status"]) == ("clock", "completed", "failed")
+
+
+REFUSED = [
+    ({"tools": {}}, "invalid_type", "tools"),
+    ({"tools": [{"type": "function"}]}, "missing_parameter", "tools[0].name"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "invalid_value", "tools[0].name"),
+    ({"tools": [{**CLOCK, "parameters": []}]}, "invalid_type", "tools[0].parameters"),
+    ({"tools": [CLOCK] * 129}, "invalid_value", "tools"),
+    ({"tools": [CLOCK], "tool_choice": NAMED}, "invalid_value", "tool_choice.name"),
+    ({"tools": [CLOCK], "tool_choice": {"type": "mcp"}}, "invalid_value", "tool_choice.type"),
+    ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
+    ({"tool_choice": NAMED}, "invalid_value", "tool_choice"),
+    ({"tool_choice": "any"}, "invalid_value", "tool_choice"),
+    ({"parallel_tool_calls": 1}, "invalid_type", "parallel_tool_calls"),
+]
+
+
+@pytest.mark.parametrize(("fields", "code", "param"), REFUSED, ids=range(len(REFUSED)))
+async def test_refused_tools(autojump_clock, clients, fields, code, param):
+    async with clients.realtime() as client:
+        assert await error_of(client, "session.update", session=fields) == (code, f"session.{param}")
+        assert await error_of(client, "response.create", response=fields) == (code, f"response.{param}")
+
+
+async def test_other_tools_are_passed_over_and_named(autojump_clock, caplog, clients):
+    async with clients.realtime() as client:
+        await client.send("session.update", session={"tools": [{"type": "mcp", "server_label": "x"}, CLOCK]})
+        assert (await client.until("session.updated"))["session"]["tools"] == [CLOCK]
+    assert "tools.mcp" in caplog.text
+
+
+@pytest.mark.parametrize("item", [{"name": "f"}, {"name": "f", "arguments": {}}, {"name": 1, "arguments": "{}"}])
+async def test_refused_calls(autojump_clock, clients, item):
+    async with clients.realtime() as client:
+        code, param = await error_of(client, "conversation.item.create", item={"type": "function_call", **item})
+        assert code in ("missing_parameter", "invalid_type") and param in ("item.arguments", "item.name")
+
+
+async def test_a_schema_that_makes_no_grammar(autojump_clock, clients):
+    async with clients.realtime() as client:
+        await client.say("hello")
+        tools = [{**WEATHER, "parameters": {"type": "no such type"}}]
+        error = await error_of(client, "response.create", response={"tools": tools, "tool_choice": "required"})
+        assert error == ("invalid_grammar", "tools")
