@@ -269,6 +269,7 @@ async def test_calls_are_deleted_and_not_truncated(autojump_clock, clients):
             place = {"item_id": item["id"], "content_index": 0, "text_end": 0}
             assert await error_of(client, "conversation.item.truncate", **place) == ("invalid_value", "item_id")
         expected = 2 * 512 + len("weather") + 2 * len(call["call_id"]) + len(call["arguments"]) + 4
+        expected += 64 * (1 + sum(call["arguments"].count(mark) for mark in "[{,:"))  # the values
         await client.send("conversation.item.retrieve", item_id="none")
         await client.until("error")
         await wait_all_tasks_blocked()
@@ -289,6 +290,23 @@ async def test_tools_are_counted(autojump_clock, clients):
             await wait_all_tasks_blocked()
             assert (clients.server.budget.num_bytes - before >= 5000) == bool(tools)
         assert clients.server.budget.num_bytes == before
+
+
+async def test_a_conversation_of_many_values_is_full(autojump_clock, clients):
+    """The values in the arguments of calls take more memory than their text, and each prompt has them."""
+    made = {"type": "function_call", "name": "clock", "arguments": json.dumps({"at": [[]] * 60_000})}
+    async with clients.realtime() as client:
+        await add(client, made)
+        assert await error_of(client, "conversation.item.create", item=made) == ("conversation_too_large", "item")
+
+
+async def test_tools_of_many_values_are_refused(autojump_clock, clients):
+    tools = [{**CLOCK, "parameters": {"enum": [[]] * 20_000}}]
+    async with clients.realtime() as client:
+        await client.send("session.update", session={"tools": tools})
+        error = (await client.until("error"))["error"]
+        assert (error["code"], error["param"]) == ("invalid_value", "session.tools")
+        assert error["message"].startswith("session.tools must take at most 1048576 bytes of memory, got 12")
 
 
 async def test_tools_without_room(autojump_clock):
