@@ -227,6 +227,38 @@ async def test_several_calls(autojump_clock, clients):
         assert len(single["output"]) == 1
 
 
+async def test_a_call_out_of_band(autojump_clock, clients):
+    async with clients.realtime() as client:
+        await client.say("hello")
+        await client.until("conversation.item.done")
+        start = len(client.events)
+        response = await client.respond(conversation="none", **FORCED)
+        of_response = [kind for kind in CALLED if not kind.startswith("conversation.")]
+        assert kinds(client.events[start:]) == of_response
+        (call,) = response["output"]
+        assert await error_of(client, "conversation.item.retrieve", item_id=call["id"]) == ("item_not_found", "item_id")
+
+
+async def test_another_form_of_calls(autojump_clock):
+    async with open_clients(limits=ROOM, tool_call_parser="json") as clients, clients.realtime() as client:
+        await client.say("hello")
+        (call,) = (await client.respond(**FORCED))["output"]
+        assert (call["type"], call["name"]) == ("function_call", "weather")
+
+
+async def test_a_remembered_response_has_its_own_tools(autojump_clock, clients):
+    """Its tools are counted until it begins."""
+    async with clients.realtime() as client:
+        await client.say("hello")
+        await client.send("response.create", response={"max_output_tokens": 200, "ignore_eos": True})
+        await client.until("response.output_text.delta")
+        await client.send("response.cancel")
+        await client.send("response.create", response={**FORCED, "tools": [WEATHER, CLOCK]})
+        await client.until("response.done")
+        (call,) = (await client.until("response.done"))["response"]["output"]
+        assert (call["type"], call["name"]) == ("function_call", "weather")
+
+
 async def test_a_response_cancelled_in_a_call(autojump_clock, clients):
     """The call is incomplete, and later prompts leave it out."""
     async with clients.realtime() as client:
