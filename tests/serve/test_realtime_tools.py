@@ -259,6 +259,39 @@ async def test_a_remembered_response_has_its_own_tools(autojump_clock, clients):
         assert (call["type"], call["name"]) == ("function_call", "weather")
 
 
+async def test_calls_are_left_out_with_their_turn(autojump_clock):
+    """A turn has the messages, calls and outputs up to the next message of the user."""
+    async with open_clients() as clients, clients.realtime() as client:
+        ids = []
+        call = {"type": "function_call", "name": "clock", "arguments": "{}", "call_id": "c"}
+        for item in (user_item("x" * 200), call, call, {"type": "function_call_output", "call_id": "c", "output": "y"}):
+            ids.append((await add(client, item))["id"])
+        await add(client, user_item("z" * 250))
+        response = await client.respond(temperature=0, max_output_tokens=40)
+        assert (response["dropped_turns"], response["dropped_item_ids"]) == (1, ids)
+        assert response["status"] in ("completed", "incomplete")
+        await client.send("session.update", session={"truncation": "disabled"})
+        assert (await client.respond(temperature=0))["status_details"]["error"]["code"] == "context_length_exceeded"
+
+
+async def test_arguments_that_are_nested_too_deeply(autojump_clock):
+    """The response fails, and the conversation goes on without the call."""
+    async with clients_of_a_template() as clients, clients.realtime() as client:
+        arguments = '{"a": ' + "[" * 62 + "]" * 62 + "}"
+        await add(client, {"type": "function_call", "name": "clock", "arguments": arguments, "id": "deep"})
+        await add(client, user_item("hello"))
+        response = await client.respond(temperature=0, max_output_tokens=5)
+        error = response["status_details"]["error"]
+        assert (response["status"], error["code"]) == ("failed", "invalid_value")
+        assert error["message"].startswith("item 'deep': tool_calls[0].function.arguments.a")
+        await client.send("conversation.item.delete", item_id="deep")
+        assert (await client.respond(temperature=0, max_output_tokens=5))["status"] in ("completed", "incomplete")
+
+
+def user_item(text):
+    return {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+
+
 async def test_a_response_cancelled_in_a_call(autojump_clock, clients):
     """The call is incomplete, and later prompts leave it out."""
     async with clients.realtime() as client:
