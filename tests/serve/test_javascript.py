@@ -250,7 +250,7 @@ def check_results(results, expected, unused_address):
         "history": [user("hello"), assistant(first), user("and then?"), assistant(second)],
         "busy": [error, "session_busy", None],
         "badRequest": [error, "invalid_value", "response.temperature"],
-        "badSettings": [error, "unsupported_parameter", "response.tools"],
+        "badSettings": [error, "missing_parameter", "response.tools[0].name"],
         "aside": [error, "unsupported_parameter", "conversation"],
         "tooLong": [error, "context_length_exceeded", "prompt"],
         "badText": [error, "invalid_type", "item.content[0].text"],

@@ -1,5 +1,6 @@
 """Each limit of ServeConfig counts: a client beyond it is refused or closed, all others are served."""
 
+import json
 import logging
 
 import pytest
@@ -8,6 +9,8 @@ from helpers.clients import CHAT, chat, open_clients, read_all, receive_late, st
 from helpers.frames import HANDSHAKE, HEALTH
 from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 from trio_websocket import ConnectionClosed
+
+from trioengine.serve.limits import size_of_json, size_of_json_text
 
 LONG = {"temperature": 0, "max_output_tokens": 400, "ignore_eos": True}
 
@@ -171,3 +174,12 @@ async def test_a_body_in_tiny_chunks(autojump_clock, clients):
         assert status_and_body(await client.stream.receive_some())[0] == 405
         order.append("chunks")
     assert order == ["health", "chunks"]
+
+
+def test_sizes_of_json():
+    """A value of JSON takes its own memory, and that of its texts and of the values in it; by its text at most."""
+    for text, num_values in (("null", 1), ('"ab"', 1), ("[]", 1), ("[1, 2]", 3), ('{"ab": [true]}', 4), ('"é"', 1)):
+        value = json.loads(text)
+        num_characters = {'"ab"': 2, '{"ab": [true]}': 2, '"é"': 4}.get(text, 0)
+        assert size_of_json(value) == 64 * num_values + num_characters
+        assert size_of_json(value) <= size_of_json_text(text)

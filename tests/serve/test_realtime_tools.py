@@ -227,6 +227,71 @@ async def test_several_calls(autojump_clock, clients):
         assert len(single["output"]) == 1
 
 
+async def test_a_call_out_of_band(autojump_clock, clients):
+    async with clients.realtime() as client:
+        await client.say("hello")
+        await client.until("conversation.item.done")
+        start = len(client.events)
+        response = await client.respond(conversation="none", **FORCED)
+        of_response = [kind for kind in CALLED if not kind.startswith("conversation.")]
+        assert kinds(client.events[start:]) == of_response
+        (call,) = response["output"]
+        assert await error_of(client, "conversation.item.retrieve", item_id=call["id"]) == ("item_not_found", "item_id")
+
+
+async def test_another_form_of_calls(autojump_clock):
+    async with open_clients(limits=ROOM, tool_call_parser="json") as clients, clients.realtime() as client:
+        await client.say("hello")
+        (call,) = (await client.respond(**FORCED))["output"]
+        assert (call["type"], call["name"]) == ("function_call", "weather")
+
+
+async def test_a_remembered_response_has_its_own_tools(autojump_clock, clients):
+    """Its tools are counted until it begins."""
+    async with clients.realtime() as client:
+        await client.say("hello")
+        await client.send("response.create", response={"max_output_tokens": 200, "ignore_eos": True})
+        await client.until("response.output_text.delta")
+        await client.send("response.cancel")
+        await client.send("response.create", response={**FORCED, "tools": [WEATHER, CLOCK]})
+        await client.until("response.done")
+        (call,) = (await client.until("response.done"))["response"]["output"]
+        assert (call["type"], call["name"]) == ("function_call", "weather")
+
+
+async def test_calls_are_left_out_with_their_turn(autojump_clock):
+    """A turn has the messages, calls and outputs up to the next message of the user."""
+    async with open_clients() as clients, clients.realtime() as client:
+        ids = []
+        call = {"type": "function_call", "name": "clock", "arguments": "{}", "call_id": "c"}
+        for item in (user_item("x" * 200), call, call, {"type": "function_call_output", "call_id": "c", "output": "y"}):
+            ids.append((await add(client, item))["id"])
+        await add(client, user_item("z" * 250))
+        response = await client.respond(temperature=0, max_output_tokens=40)
+        assert (response["dropped_turns"], response["dropped_item_ids"]) == (1, ids)
+        assert response["status"] in ("completed", "incomplete")
+        await client.send("session.update", session={"truncation": "disabled"})
+        assert (await client.respond(temperature=0))["status_details"]["error"]["code"] == "context_length_exceeded"
+
+
+async def test_arguments_that_are_nested_too_deeply(autojump_clock):
+    """The response fails, and the conversation goes on without the call."""
+    async with clients_of_a_template() as clients, clients.realtime() as client:
+        arguments = '{"a": ' + "[" * 62 + "]" * 62 + "}"
+        await add(client, {"type": "function_call", "name": "clock", "arguments": arguments, "id": "deep"})
+        await add(client, user_item("hello"))
+        response = await client.respond(temperature=0, max_output_tokens=5)
+        error = response["status_details"]["error"]
+        assert (response["status"], error["code"]) == ("failed", "invalid_value")
+        assert error["message"].startswith("item 'deep': tool_calls[0].function.arguments.a")
+        await client.send("conversation.item.delete", item_id="deep")
+        assert (await client.respond(temperature=0, max_output_tokens=5))["status"] in ("completed", "incomplete")
+
+
+def user_item(text):
+    return {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+
+
 async def test_a_response_cancelled_in_a_call(autojump_clock, clients):
     """The call is incomplete, and later prompts leave it out."""
     async with clients.realtime() as client:
@@ -269,6 +334,7 @@ async def test_calls_are_deleted_and_not_truncated(autojump_clock, clients):
             place = {"item_id": item["id"], "content_index": 0, "text_end": 0}
             assert await error_of(client, "conversation.item.truncate", **place) == ("invalid_value", "item_id")
         expected = 2 * 512 + len("weather") + 2 * len(call["call_id"]) + len(call["arguments"]) + 4
+        expected += 64 * (1 + sum(call["arguments"].count(mark) for mark in "[{,:"))  # the values
         await client.send("conversation.item.retrieve", item_id="none")
         await client.until("error")
         await wait_all_tasks_blocked()
@@ -289,6 +355,23 @@ async def test_tools_are_counted(autojump_clock, clients):
             await wait_all_tasks_blocked()
             assert (clients.server.budget.num_bytes - before >= 5000) == bool(tools)
         assert clients.server.budget.num_bytes == before
+
+
+async def test_a_conversation_of_many_values_is_full(autojump_clock, clients):
+    """The values in the arguments of calls take more memory than their text, and each prompt has them."""
+    made = {"type": "function_call", "name": "clock", "arguments": json.dumps({"at": [[]] * 60_000})}
+    async with clients.realtime() as client:
+        await add(client, made)
+        assert await error_of(client, "conversation.item.create", item=made) == ("conversation_too_large", "item")
+
+
+async def test_tools_of_many_values_are_refused(autojump_clock, clients):
+    tools = [{**CLOCK, "parameters": {"enum": [[]] * 20_000}}]
+    async with clients.realtime() as client:
+        await client.send("session.update", session={"tools": tools})
+        error = (await client.until("error"))["error"]
+        assert (error["code"], error["param"]) == ("invalid_value", "session.tools")
+        assert error["message"].startswith("session.tools must take at most 1048576 bytes of memory, got 12")
 
 
 async def test_tools_without_room(autojump_clock):

@@ -28,6 +28,7 @@ MAX_LEAVING = 16  # connections that make room and are not closed yet
 RESERVE = 64  # file descriptors for the worker, files, listeners, and connections beyond the limit
 RETRY_AFTER = 1.0  # seconds
 VALUE_SIZE = 64  # bytes of memory of a value of JSON, beside its text and the values in it
+VALUE_MARKS = "[{,:"  # in JSON, each but the first value follows one of them
 ALWAYS_TAKEN = 1 << 10  # bytes of a WebSocket message that is handled even beyond the budget: it may be a cancel
 
 
@@ -195,6 +196,14 @@ def size_of_json(value: object) -> int:
         elif isinstance(value, list | tuple):
             values += value
     return size
+
+
+def size_of_json_text(text: str) -> int:
+    """Return the bytes that a text takes in memory together with the value whose JSON it is, at most about.
+
+    Marks within strings count as well, so that nothing has to be read.
+    """
+    return size_of(text) + VALUE_SIZE * (1 + sum(map(text.count, VALUE_MARKS)))
 
 
 class ByteBudget:

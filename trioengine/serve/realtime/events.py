@@ -31,6 +31,7 @@ from trioengine.serve.realtime.requests import (
     EVENTS,
     HARMLESS,
     MAX_EVENT_ID,
+    MAX_TOOLS_SIZE,
     UNSUPPORTED,
     ClientEvent,
     FlatTool,
@@ -181,7 +182,7 @@ def _with_settings(
     skipped: tuple[str, ...] = ()
     if changes.get("tools"):
         functions, skipped = known_tools(changes["tools"], FlatTool, f"{where}.tools")
-        changes["tools"] = GivenTools.of(functions)
+        changes["tools"] = _sized_tools(functions, f"{where}.tools")
     entries = changes.pop("input", None) or ()
     items = tuple(
         entry if isinstance(entry, ItemReference) else make_item(entry, f"{where}.input[{index}]")
@@ -189,6 +190,15 @@ def _with_settings(
     )
     names = (*unknown_names(given, {*known, *HARMLESS, *UNSUPPORTED}), *skipped)
     return Received(event, items, changes, (*unknown, UnknownMembers(f"{where}.", names, known)))
+
+
+def _sized_tools(functions: Sequence[FlatTool], where: str) -> GivenTools:
+    """Return the tools. Raises ClientError for more than each response could be given at once."""
+    tools = GivenTools.of(functions)
+    if tools.size > MAX_TOOLS_SIZE:
+        message = f"{where} must take at most {MAX_TOOLS_SIZE} bytes of memory, got {tools.size}"
+        raise ClientError("invalid_value", message, param=where)
+    return tools
 
 
 # ---- items ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from trioengine.actors.images import KeptImages
 from trioengine.serve.ids import new_id
-from trioengine.serve.limits import size_of
+from trioengine.serve.limits import size_of, size_of_json_text
 from trioengine.serve.requests import FunctionCall, ToolCall
 
 ITEM_SIZE = 512  # bytes of memory of an item, beside its texts
@@ -188,7 +188,8 @@ class FunctionCallItem(Item):
 
     @property
     def size(self) -> int:
-        return ITEM_SIZE + size_of(self.name) + size_of(self.call_id) + size_of(self.arguments)
+        """The bytes of memory, also of the values in the arguments: each prompt has them."""
+        return ITEM_SIZE + size_of(self.name) + size_of(self.call_id) + size_of_json_text(self.arguments)
 
     @property
     def call(self) -> ToolCall:

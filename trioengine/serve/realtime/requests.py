@@ -17,6 +17,7 @@ from trioengine.serve.requests import MAX_ID, MAX_METADATA, MAX_TOOLS, ChosenFun
 OUT_OF_BAND = "none"  # the conversation of a response that leaves nothing in the connection's
 MAX_EVENT_ID = 512  # characters
 MAX_ITEMS = 4096  # of a conversation, or of the input of a response
+MAX_TOOLS_SIZE = 1 << 20  # bytes of memory of the tools of a session or a response
 MAX_PARTS = 64  # of an item
 _LEAST_TOKENS, _MOST_TOKENS = 1, NUMBERS["max_tokens"][2]
 _ItemId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]

@@ -53,7 +53,8 @@ class GivenTools(NamedTuple):
 
     @classmethod
     def of(cls, functions: Sequence[FlatTool]) -> GivenTools:
-        return cls(tuple(functions), sum(size_of_json(msgspec.to_builtins(function)) for function in functions))
+        tools = cls(tuple(functions))
+        return tools._replace(size=sum(map(size_of_json, tools.to_json())))
 
     def to_json(self) -> list[dict[str, Any]]:
         return [

@@ -5,20 +5,22 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from trioengine.serve.config import ServeConfig
+from trioengine.serve.limits import size_of_json
 from trioengine.serve.realtime.connection import GOING_AWAY, TRY_AGAIN_LATER
 from trioengine.serve.realtime.outbox import AWAKE
 from trioengine.serve.realtime.response import MAX_OUT_OF_BAND
 from trioengine.testing.fuzz.conversations import Content, Turn, is_refused, pictures_of, text_of
 from trioengine.testing.fuzz.faults import InjectedFaults, Life
-from trioengine.testing.fuzz.realtime_response import Asked, FollowedResponse
+from trioengine.testing.fuzz.realtime_response import Asked, FollowedResponse, Owed
 from trioengine.testing.fuzz.realtime_shapes import (
     ALWAYS_REFUSED,
     PASSED_OVER,
     check_event,
+    output_item,
+    role_of,
     size_of_item,
     text_in,
     user_item,
@@ -26,20 +28,6 @@ from trioengine.testing.fuzz.realtime_shapes import (
 from trioengine.testing.simulated_peer import PeerState, SimulatedClient
 
 PATH = "/v1/realtime"
-
-
-@dataclass
-class Owed:
-    """An event of the client that is not answered yet; later ones have higher numbers."""
-
-    id: str
-    number: int
-    name: str
-    life: Life
-    fields: dict[str, Any]
-    asked: Asked | None = None  # of a response.create
-    content: Content = ""  # of a new item
-    refused: tuple[str, str] | None = None  # the code and the param of its error, where nothing else is right
 
 
 _ANSWERS = ("session.updated", "conversation.item.deleted", "conversation.item.truncated", "response.created")
@@ -56,6 +44,7 @@ class RealtimeClient(SimulatedClient):
         self.items: dict[str, Turn] = {}
         self.order: list[str] = []
         self.instructions = ""
+        self.tools: list[dict[str, Any]] = []
         self.truncation = "auto"
         self.num_events = 0
         self.engine_state = AWAKE  # by the last engine.state event
@@ -103,6 +92,11 @@ class RealtimeClient(SimulatedClient):
         place: dict[str, Any] = {} if previous is None else {"previous_item_id": previous}
         named = {} if id is None else {"id": id}
         self.ask("conversation.item.create", item=user_item(content) | named, **place).content = content
+
+    def answer_call(self, text: str) -> None:
+        """Add the output of a call."""
+        owed = self.ask("conversation.item.create", item=output_item(text))
+        owed.role, owed.content = "tool", text
 
     def refer(self) -> None:
         """A response beside the conversation, to its middle item alone."""
@@ -193,9 +187,9 @@ class RealtimeClient(SimulatedClient):
             assert waits < most, f"a client has answered no ping for {waits:g} s, and is connected"
 
     def check_bytes(self, counted: int) -> None:
-        """At rest, between responses, the server counts its conversation with the instructions, and no more."""
+        """At rest, between responses, the server counts its conversation with instructions and tools alone."""
         is_quiet = self.peer_state is PeerState.WELL and self.can_send and not self._owed and not self.responses
-        due = self._size() + len(self.instructions)
+        due = self._size() + len(self.instructions) + sum(map(size_of_json, self.tools))
         assert not is_quiet or counted == due, f"{counted} bytes are counted, and {due} are in its conversation"
 
     def check_closed(self) -> None:
@@ -264,6 +258,7 @@ class RealtimeClient(SimulatedClient):
             assert session.get(name) == due, f"{name} was set to {value!r}, and is {session.get(name)!r}"
         self.instructions = session["instructions"]
         self.truncation = session["truncation"]
+        self.tools = session["tools"]
 
     # ---- refusals ---------------------------------------------------------------------------------------------------
 
@@ -316,7 +311,7 @@ class RealtimeClient(SimulatedClient):
             case "conversation.item.create", "duplicate_item":
                 return owed.fields["item"].get("id") in self.items
             case "conversation.item.create", "conversation_too_large":
-                return self._size() + size_of_item(owed.content) > self._config.max_conversation_size
+                return self._size() + size_of_item((owed.role, owed.content)) > self._config.max_conversation_size
             case _, "item_not_found":
                 return item_id is not None and item_id not in self.items
             case _, "item_in_progress":
@@ -350,17 +345,18 @@ class RealtimeClient(SimulatedClient):
 
     def _size(self) -> int:
         """Bytes that the conversation counts, without an item in progress."""
-        return sum(size_of_item(content) for id, (_, content) in self.items.items() if id not in self._in_progress)
+        return sum(size_of_item(turn) for id, turn in self.items.items() if id not in self._in_progress)
 
     def _add(self, event: dict[str, Any]) -> None:
         item, previous = event["item"], event["previous_item_id"]
         due = self.order[-1] if self.order else None
-        if item["role"] == "user":
+        if role_of(item) != "assistant":
             owed = self._answered("conversation.item.create")
             content, place = owed.content, owed.fields.get("previous_item_id", due)
             due = None if place == "root" else place
             assert item["id"] == owed.fields["item"].get("id", item["id"]), f"{owed.fields} is answered by {event}"
-            size = self._size() + size_of_item(content)
+            assert role_of(item) == owed.role, f"{owed.fields} is answered by {event}"
+            size = self._size() + size_of_item((owed.role, content))
             assert size <= self._config.max_conversation_size, f"an item is added to a conversation of {size} bytes"
         else:
             content = ""
@@ -388,7 +384,7 @@ class RealtimeClient(SimulatedClient):
 
     def _insert(self, item: dict[str, Any], content: Content, previous: str | None) -> None:
         assert item["id"] not in self.items, f"item {item['id']} is added twice"
-        self.items[item["id"]] = item["role"], content
+        self.items[item["id"]] = role_of(item), content
         self.order.insert(0 if previous is None else self.order.index(previous) + 1, item["id"])
 
     def _begun(self, *, is_beside: bool) -> tuple[Owed, Asked]:
@@ -425,7 +421,7 @@ class RealtimeClient(SimulatedClient):
         at = self.order.index(item["id"])
         due = self.order[at - 1] if at else None
         assert event["previous_item_id"] == due, f"the item is behind {due}, and {event}"
-        if item["role"] == "assistant":
+        if role_of(item) == "assistant":
             self._of_item(item["id"]).events.take(event)
             self._in_progress.discard(item["id"])
             self.items[item["id"]] = "assistant", text_in(item)
@@ -440,8 +436,8 @@ class RealtimeClient(SimulatedClient):
         assert (item["status"] == "in_progress") == (id in self._in_progress), f"its status is wrong: {item}"
         if id in self._in_progress:
             content = self._of_item(id).events.text
-        num_pictures = sum(part["type"] == "input_image" for part in item["content"])
-        shown = item["role"], num_pictures, text_in(item)
+        num_pictures = sum(part["type"] == "input_image" for part in item.get("content", ()))
+        shown = role_of(item), num_pictures, text_in(item)
         assert shown == (role, len(pictures_of(content)), text_of(content)), f"{content} is shown as {item}"
 
     def _active(self, id: str) -> FollowedResponse:

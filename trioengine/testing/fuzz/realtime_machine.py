@@ -29,7 +29,9 @@ SENDS = (
     *("cancel by id", "truncate", "cancel beside", "cancel beside", "say first", "retrieve", "truncate more"),
     *("truncate to nothing", "truncate to nothing", "say between", "say twice", "refer", "forget"),
     *("cancel and respond", "cancel and respond", "cancel twice and respond", "configure"),
+    *("tools", "no tools", "answer a call"),
 )
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 LONG = 10_500  # bytes of a message that is dropped where there are items
 
 
@@ -137,6 +139,12 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
                     client.respond(20)
             case "configure":
                 client.ask("session.update", session={"type": "realtime", "instructions": "be", **PASSED_OVER})
+            case "tools":  # hidden, as the text of them is longer than the context
+                client.ask("session.update", session={"tools": [TOOL], "tool_choice": "none"})
+            case "no tools":
+                client.ask("session.update", session={"tools": [], "tool_choice": "auto"})
+            case "answer a call":
+                client.answer_call("no")
             case "cancel by id":
                 self._note_moment(client)
                 client.cancel(by_id=True)

@@ -1,4 +1,4 @@
-"""A response that a Realtime client follows, from response.created to response.done."""
+"""The events of a Realtime client that are not answered yet, and the responses that it follows to response.done."""
 
 from __future__ import annotations
 
@@ -24,6 +24,21 @@ class Asked:
     may_be_cancelled: bool = False
     cancelled_by: int | None = None  # the number of the first response.cancel that must have cancelled it, if it began
     metadata: dict[str, str] | None = None
+
+
+@dataclass
+class Owed:
+    """An event of the client that is not answered yet; later ones have higher numbers."""
+
+    id: str
+    number: int
+    name: str
+    life: Life
+    fields: dict[str, Any]
+    asked: Asked | None = None  # of a response.create
+    role: str = "user"  # of a new item
+    content: Content = ""  # the same
+    refused: tuple[str, str] | None = None  # the code and the param of its error, where nothing else is right
 
 
 class FollowedResponse:

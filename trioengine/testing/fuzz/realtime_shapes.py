@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trioengine.testing.fuzz.conversations import Content, item_content, pictures_of, text_of
+from trioengine.testing.fuzz.conversations import Content, Turn, item_content, pictures_of, text_of
 from trioengine.testing.fuzz.shapes import RATE, SERVER, WAITS, has_fields
 
 _ITEM_SIZE = 512  # bytes that an item counts, beside its texts; an image counts as many
@@ -30,7 +30,9 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {  # of each event, beside the fields t
     "engine.state": ("state", "weight_version", "input_modalities"),
     "error": ("error",),
 }
-_ITEM_FIELDS = ("id", "object", "type", "status", "role", "content")
+_ITEM_FIELDS = ("id", "object", "type", "status")
+_FIELDS_OF_ITEMS = {"message": ("role", "content"), "function_call_output": ("call_id", "output")}
+CALL_ID = "c"  # of a call that the client answers; there is none
 _RESPONSE_FIELDS = (
     *("id", "object", "status", "status_details", "output", "conversation_id", "output_modalities"),
     *("max_output_tokens", "usage", "metadata", "dropped_turns", "dropped_item_ids"),
@@ -106,8 +108,12 @@ def check_event(event: Mapping[str, Any], number: int, model: str) -> None:
 
 def check_item(item: object) -> None:
     """Check the fields of an item."""
-    found = has_fields(item, _ITEM_FIELDS, "an item")
-    assert (found["object"], found["type"]) == ("realtime.item", "message"), f"the item is {found}"
+    kind = item.get("type") if isinstance(item, Mapping) else None
+    found = has_fields(item, (*_ITEM_FIELDS, *_FIELDS_OF_ITEMS.get(str(kind), ())), "an item")
+    assert found["object"] == "realtime.item" and kind in _FIELDS_OF_ITEMS, f"the item is {found}"
+    if kind == "function_call_output":
+        assert found["call_id"] == CALL_ID, f"the item is {found}"
+        return
     kinds = {"output_text"} if found["role"] == "assistant" else {"input_text", "input_image"}
     assert {part["type"] for part in found["content"]} <= kinds, f"the parts of {found}"
 
@@ -228,11 +234,23 @@ def user_item(content: Content) -> dict[str, Any]:
     return {"type": "message", "role": "user", "content": item_content(content)}
 
 
-def text_in(item: dict[str, Any]) -> str:
-    """The text of an item's parts."""
-    return "".join(part.get("text", "") for part in item["content"])
+def output_item(text: str) -> dict[str, Any]:
+    """The output of a call, as a client sends it."""
+    return {"type": "function_call_output", "call_id": CALL_ID, "output": text}
 
 
-def size_of_item(content: Content) -> int:
-    """The bytes that an item with this content counts in its conversation."""
-    return _ITEM_SIZE * (1 + len(pictures_of(content))) + len(text_of(content))
+def role_of(item: Mapping[str, Any]) -> str:
+    """The role of the message that an item becomes."""
+    return "tool" if item["type"] == "function_call_output" else str(item["role"])
+
+
+def text_in(item: Mapping[str, Any]) -> str:
+    """The text of an item's parts, or its output."""
+    return str(item["output"]) if "output" in item else "".join(part.get("text", "") for part in item["content"])
+
+
+def size_of_item(turn: Turn) -> int:
+    """The bytes that an item with this role and content counts in its conversation."""
+    role, content = turn
+    call = len(CALL_ID) if role == "tool" else 0
+    return _ITEM_SIZE * (1 + len(pictures_of(content))) + len(text_of(content)) + call
