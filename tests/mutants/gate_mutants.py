@@ -107,7 +107,7 @@ GATE_MUTANTS = (
         "ids are used again",
         replaced(Engine, "__init__", _reuse_ids),
         shows=r"is not newer than|in flight|goes on|the model's|holds sessions|the prompt has|abort\(\) returned"
-        "|history is|do not ascend",
+        "|history is|do not ascend|turns are of one kind",
     ),
     Mutant(
         "F11",

@@ -192,6 +192,22 @@ def test_the_stack_of_a_whole_answer_is_complete(loop, is_task):
     assert "in ask\n" in loop.stacks()
 
 
+def test_places_are_the_innermost_functions_each_once(loop):
+    async def wait():
+        await trio.sleep_forever()
+
+    async def caller():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            nursery.start_soon(wait)
+
+    loop.start_soon(caller, name="caller")
+    loop.settle()
+    places = loop.places()
+    assert places.startswith("tasks wait in testing/test_sim_loop.py:") and places.count(".wait") == 1
+    assert places.endswith("<locals>.caller")
+
+
 def test_a_loop_that_is_given_up_leaves_nothing_behind():
     def spin_for_ever():
         loop = SimLoop()

@@ -18,6 +18,7 @@ import inspect
 import itertools
 import math
 import random
+import textwrap
 import traceback
 import zlib
 from collections import deque
@@ -34,6 +35,7 @@ from trio import _threads
 from trio._core import _run
 
 FIFO = 0  # an order of tasks: that of their start
+WIDTH, MAX_LINES = 120, 4  # of the places in which tasks wait
 _TRIO = str(Path(trio.__file__).parent)
 _KIT = str(Path(__file__).parent)
 
@@ -186,6 +188,14 @@ class SimLoop:
         above = [tasks[name] for name in (tasks if names is None else names) if name in tasks]
         return "\n".join(f"{task.name}:\n{_stack(task)}" for task in _with_those_below(above))
 
+    def places(self) -> str:
+        """The functions in which tasks wait, each once, those of inner nurseries first; some if there are many."""
+        above = _sorted(self.nursery.child_tasks)
+        tasks = [*_with_those_below(above)[len(above) :], *above]
+        places = ", ".join(dict.fromkeys(filter(None, map(_place, tasks))))
+        text = f"tasks wait in {places}"
+        return textwrap.fill(text, WIDTH, subsequent_indent="  ", max_lines=MAX_LINES, placeholder=" ...")
+
     @property
     def idle(self) -> bool:
         """Whether no task is left."""
@@ -284,6 +294,19 @@ def _stack(task: trio.lowlevel.Task) -> str:
     ours = [frame for frame in frames if not frame.filename.startswith(_TRIO)]
     theirs = [frame for frame in ours if not frame.filename.startswith(_KIT)]
     return "".join(traceback.format_list(theirs or ours))
+
+
+def _place(task: trio.lowlevel.Task) -> str:
+    """The innermost function that is neither trio's nor the kit's; empty without one."""
+    frames = [
+        (frame.f_code, line)
+        for frame, line in await_frames(task.coro)
+        if not frame.f_code.co_filename.startswith((_TRIO, _KIT))
+    ]
+    if not frames:
+        return ""
+    code, line = frames[-1]
+    return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{line} {code.co_qualname}"
 
 
 def await_frames(awaited: Any) -> Iterator[tuple[FrameType, int]]:

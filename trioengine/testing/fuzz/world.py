@@ -232,7 +232,7 @@ class World(Machine):
     ) -> None:
         """Settle, and let the clock jump from deadline to deadline, until it is done or the horizon is reached.
 
-        The complaint shows where the tasks with these names wait, in this order, or all tasks.
+        The complaint shows where the tasks with these names wait, in this order, or all tasks, with a summary.
         """
         self._settle()
         passed = 0.0
@@ -243,7 +243,8 @@ class World(Machine):
             self._raise_crash()
             if math.isinf(step) or passed >= self.horizon:
                 problem = complaint if isinstance(complaint, str) else complaint()
-                raise AssertionError(f"{problem}:\n{self.loop.stacks(names)}")
+                places = "" if names is not None else f"{self.loop.places()}\n\n"
+                raise AssertionError(f"{problem}:\n{places}{self.loop.stacks(names)}")
             self._check_bounds(step)
             self.loop.clock.jump(max(step, 0.0))
             passed += step
