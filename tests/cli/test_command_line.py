@@ -17,7 +17,7 @@ from trioengine.cli import app as app_module
 from trioengine.cli.app import run
 from trioengine.cli.bench.config import BenchConfig
 
-NOT_OPTIONS = {"model", "restart_delays", "logit_bias", "logprobs", "cache_salt", "grammar"}
+NOT_OPTIONS = {"model", "restart_delays", "logit_bias", "logprobs", "prompt_logprobs", "cache_salt", "grammar"}
 
 
 @pytest.fixture(autouse=True)

@@ -189,7 +189,7 @@ class SimLoop:
         return "\n".join(f"{task.name}:\n{_stack(task)}" for task in _with_those_below(above))
 
     def places(self) -> str:
-        """The functions in which tasks wait, each once, those of inner nurseries first; some if there are many."""
+        """The functions in which tasks wait, each once, inner nurseries first; some of them if there are many."""
         above = _sorted(self.nursery.child_tasks)
         tasks = [*_with_those_below(above)[len(above) :], *above]
         places = ", ".join(dict.fromkeys(filter(None, map(_place, tasks))))
