@@ -165,11 +165,11 @@ async def test_a_chat_completion(autojump_clock, clients, log):
 
 
 async def test_a_response_is_logged_under_its_id(autojump_clock, clients, log, monkeypatch):
-    def begin_item(self):
+    def begin(self):
         logging.getLogger("trioengine").info("in the response")
         raise ZeroDivisionError
 
-    monkeypatch.setattr("trioengine.serve.realtime.response.Response.begin_item", begin_item)
+    monkeypatch.setattr("trioengine.serve.realtime.output.Output.begin", begin)
     async with clients.realtime() as client:
         await client.say("hello")
         await client.send("response.create")
@@ -289,8 +289,7 @@ async def test_a_refused_host_has_its_remedy(autojump_clock, clients, log, heade
     log.clear()  # of what the engine said
     answer = await clients.http(get("/version").replace(b"Host: localhost", header.encode()))
     said, line = (record for record in log.records if record.levelno > logging.DEBUG)
-    flags = "--api-key KEY (or --insecure) would allow any Host"
-    assert said.getMessage() == f"a request was refused for its Host {shown!r}; {flags}"
+    assert said.getMessage() == f"a request was refused for its Host {shown!r}; --allowed-host NAME would allow it"
     assert said.levelname == "WARNING"
-    rule = "is not a loopback name such as localhost; a server with --api-key (or --insecure) serves any Host"
+    rule = "is neither an --allowed-host nor, on a server of this machine, a loopback name such as localhost"
     assert error_in(answer) == (line.error_type, "forbidden", f"the Host {shown!r} {rule}")

@@ -23,7 +23,7 @@ from trioengine.core.messages import (
     Ready,
     Tokens,
 )
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import token_ids
 from trioengine.testing.simulated_process import SMALL_PAYLOAD_QUEUE, Behaviour, SimulatedMemfd
 from trioengine.testing.simulated_worker import SimulatedWorker
@@ -60,7 +60,7 @@ class Bench:
 def add_message(payload: int = 1) -> AddMessage:
     info = ImageInfo(ImageFormat.PNG, 8, 8)
     image = ImageInput(payload, "image", b"digest", info, 3, token_ids([1]))
-    params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
+    params = ResolvedParams(max_tokens=2, seed=1, ignore_eos=True)
     return AddMessage(1, 1, 0, token_ids(PROMPT), params, (), images=(image,))
 
 
