@@ -200,7 +200,7 @@ IMAGE_MUTANTS = (
         "the end of a session is lost by a request that waits for its payloads",
         replaced(EngineCore, "_end_session", _overlook_the_parked),
         shows="worker still runs something|blocks are|KV blocks|is there|KeyError|in flight, the worker|holds sessions"
-        "|exists already|is not in flight|not the session's",
+        "|exists already|is not in flight|not the session's|it was stopped, and compiles",
     ),
     Mutant(
         "F22h",
