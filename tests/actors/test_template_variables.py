@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from trioengine import EngineConfig, RequestRejected, open_engine
+from trioengine import EngineConfig, RequestRejected, SessionBusy, open_engine
 from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.testing import Simulation
 from trioengine.testing.toy_model import toy_model
@@ -30,6 +30,9 @@ async def test_they_hold_for_the_requests_that_follow(autojump_clock):
                 session.set_chat_template_kwargs({})
                 third = await session.ask("more", **ASKED)
                 contents = [message["content"] for message in session.history]
+                async with session.generate("more", **ASKED):
+                    with pytest.raises(SessionBusy):
+                        session.set_chat_template_kwargs({})
     assert first.usage.prompt_tokens == len("hello|glad|")
     assert second.usage.prompt_tokens == len("".join(contents[:3]) + "|happy|")
     assert third.usage.prompt_tokens == len("".join(contents[:5]) + "||")

@@ -34,6 +34,12 @@ def test_an_unusable_template_is_refused_by_its_file(tmp_path, source, problem):
     assert str(path) in str(caught.value) and problem in str(caught.value)
 
 
+def test_a_template_gets_the_time(tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_text("{{ strftime_now('%Y') }}")
+    assert with_chat_template(toy_model(), path).chat_template.source == path.read_text()
+
+
 def test_a_template_that_takes_lists_of_parts(tmp_path):
     path = tmp_path / "template.jinja"
     path.write_text(

@@ -209,3 +209,17 @@ async def test_sessions_count_too(autojump_clock):
         assert (answer.status, answer.error["code"]) == (429, "overloaded")
         assert "3 sessions" in answer.error["message"]
         assert (await clients.chat(n=2)).status == 200
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_choices_go_on_after_two_deaths_before_the_first_token(autojump_clock, n):
+    async with open_clients(EngineConfig(model="toy")) as clients, clients.connect() as client:
+        await client.send("POST", CHAT, chat("to be or not " * 20, n=n, max_tokens=20))
+        for _ in range(2):
+            while not clients.engine.statistics().waiting:  # noqa: ASYNC110 - the clock is mocked
+                await trio.sleep(0.0005)
+            clients.simulation.worker.kill()
+            while clients.engine.statistics().waiting:  # noqa: ASYNC110 - the clock is mocked
+                await trio.sleep(0.0005)
+        answer = await client.answer()
+    assert answer.status == 200 and len(answer.json["choices"]) == n

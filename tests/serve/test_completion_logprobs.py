@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import trio
-from helpers.clients import first_token, open_clients
+from helpers.clients import events_of, first_token, open_clients
 
 from trioengine import EngineConfig, SamplingParams
 from trioengine.testing.toy_model import IM_END, toy_answer, toy_logprobs
@@ -250,3 +250,31 @@ async def test_lm_evaluation_harness(autojump_clock, clients, eos):
 def ending(prompt):
     """The prompt with a last token after which the toy model ends the answer."""
     return next(each for each in ([*prompt, id] for id in range(256)) if toy_answer(each, 1) == [IM_END])
+
+
+async def test_many_scores_are_refused(autojump_clock, monkeypatch):
+    monkeypatch.setattr("trioengine.serve.completions.MAX_SCORES", 40)
+    async with open_clients() as clients:
+        fields = {**FIELDS, "prompt": [[97] * 10, [98] * 11], "echo": True}
+        assert (await clients.request("POST", PATH, {**fields, "logprobs": 0})).status == 200
+        answer = await clients.request("POST", PATH, {**fields, "logprobs": 1})
+        assert answer.status == 400
+        assert (
+            answer.json["error"]["message"] == "prompt: 42 log-probabilities are to be echoed; at most 40 are accepted"
+        )
+
+
+async def test_the_echo_comes_once_though_the_worker_dies_behind_it(autojump_clock):
+    prompt = [97 + number % 26 for number in range(129)]  # the last token is computed in a step of its own
+    fields = {**FIELDS, "prompt": prompt, "echo": True, "logprobs": 1, "stream": True}
+    async with open_clients(EngineConfig(model="toy")) as clients, clients.connect() as client:
+        await client.send("POST", PATH, fields)
+        await client.head()
+        echoed = await client.piece()
+        assert clients.engine.statistics().generation_tokens == 0
+        clients.simulation.worker.kill()
+        pieces = events_of(echoed + await client.rest())
+    choices = [event["choices"][0] for event in pieces if event != "[DONE]"]
+    tokens = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["tokens"]]
+    assert len(tokens) == 129 + 5
+    assert "".join(choice["text"] for choice in choices).startswith(bytes(prompt).decode())

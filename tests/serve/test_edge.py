@@ -64,3 +64,9 @@ async def test_routes_are_served_with_and_without_the_prefix(autojump_clock):
         assert document["servers"] == [{"url": "/a/llm"}]
         home = (await clients.request("GET", "/", accept="text/html")).body.decode()
         assert 'href="/a/llm/docs"' in home and "http://localhost/a/llm/v1" in home
+
+
+async def test_a_prefix_that_begins_routes_hides_none(autojump_clock):
+    async with open_clients(root_path="/v1") as clients:
+        for path in ("/v1/models", "/v1/v1/models", "/version", "/v1/version"):
+            assert (await clients.request("GET", path)).status == 200

@@ -232,7 +232,7 @@ async def _commit(entry: _Entry) -> None:
     try:
         commit()
     except NOT_NOW as exc:
-        if not waits_for(exc, entry.request.wait):
+        if entry.leader is None and not waits_for(exc, entry.request.wait):
             raise
         await gate.commits.wait(commit)
     entry.runtime.effects.drain()

@@ -114,7 +114,7 @@ class Request(ReadableRequest):
             return ""
         texts = output.texts[self._num_texts_read :]
         self._num_tokens_read, self._num_texts_read = len(output.token_ids), len(output.texts)
-        self._has_read_prompt = self._has_prompt_logprobs
+        self._has_read_prompt = self._has_read_prompt or self._has_prompt_logprobs  # once, also after a death
         return "".join(texts)
 
     @property

@@ -186,10 +186,11 @@ class Session(AsyncOnly):
         self._state.overflow, self._state.retention_ratio = policy, ratio
 
     def set_chat_template_kwargs(self, variables: Mapping[str, Any]) -> None:
-        """Set the variables for the chat template of the requests that follow, of which none may be in progress.
+        """Set the variables for the chat template of the requests that follow.
 
-        Raises RequestRejected as `Engine.open_session` does.
+        Raises RequestRejected as `Engine.open_session` does, SessionEnded, and SessionBusy while there is a request.
         """
+        self._state.check_idle()
         self._state.conversation.set_variables(checked_variables(variables))
 
     def end(self, cause: Cause = Cause.CLIENT) -> None:

@@ -85,7 +85,7 @@ def with_chat_template(model: ModelInfo, path: Path) -> ModelInfo:
     """
     source = read_text(path)
     with _naming(path):
-        template = ChatTemplate(source, bos_token=model.bos_token, eos_token=model.eos_token)
+        template = ChatTemplate(source, bos_token=model.bos_token, eos_token=model.eos_token, strftime=time.strftime)
         _check_renders(template)
     return replace(model, chat_template=template)
 

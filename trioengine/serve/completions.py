@@ -35,6 +35,7 @@ OPERATION = Operation(
     errors=(404, 409, 422, 429),
 )
 MAX_CHOICES = 128
+MAX_SCORES = 262_144  # log-probabilities of prompts in a response: they are rendered at once
 
 
 class Completions:
@@ -69,6 +70,10 @@ class Completions:
         max_tokens = given.params.max_tokens
         prompts = [self._token_ids(prompt, name, max_tokens) for prompt, name in zip(given.prompts, names, strict=True)]
         needs_texts = given.echo or given.params.logprobs is not None
+        num_scores = sum(map(len, prompts)) * (1 + (given.params.prompt_logprobs or 0))
+        if given.params.prompt_logprobs is not None and num_scores > MAX_SCORES:
+            message = f"prompt: {num_scores} log-probabilities are to be echoed; at most {MAX_SCORES} are accepted"
+            raise ClientError("invalid_value", message, param="prompt")
         return given, prompts, [self._text(prompt) for prompt in given.prompts] if needs_texts else []
 
     def _text(self, prompt: str | list[int]) -> PromptText:

@@ -216,7 +216,9 @@ class ConnectionHandler:
 
     def _without_root(self, request: HttpRequest | None) -> HttpRequest | None:
         """Return the request with the path of its route: a proxy may have left the prefix in it."""
-        if request is None or not self._root_path or not f"{request.path}/".startswith(f"{self._root_path}/"):
+        if request is None or not self._root_path or find_route(self._routes, request.path) is not None:
+            return request
+        if not f"{request.path}/".startswith(f"{self._root_path}/"):
             return request
         return dataclasses.replace(request, path=request.path.removeprefix(self._root_path) or "/")
 
