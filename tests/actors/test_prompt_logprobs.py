@@ -1,7 +1,7 @@
 """Logprobs of prompts through the engine: in the first chunk and the completion, once, whatever happens meanwhile."""
 
 import pytest
-import trio
+from helpers.expectations import generated
 
 from trioengine import RequestRejected, SamplingParams
 from trioengine.testing.toy_model import toy_answer, toy_prompt_logprobs
@@ -43,8 +43,7 @@ async def test_they_are_whole_after_a_death(autojump_clock, simulated, num_token
     engine, simulation = simulated
     params = SamplingParams(max_tokens=40, ignore_eos=True, prompt_logprobs=1)
     async with engine.open_session() as session, session.generate(PROMPT, params) as generation:
-        while num_tokens and engine.statistics().generation_tokens < num_tokens:  # noqa: ASYNC110 - the clock is mocked
-            await trio.sleep(0.001)
+        await generated(engine, num_tokens)
         simulation.worker.kill()
         chunks = [chunk async for chunk in generation]
     completion = generation.completion

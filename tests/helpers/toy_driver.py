@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from trioengine.core.messages import RequestFailed, TokensRow
@@ -27,8 +28,8 @@ def make(**changes: int) -> tuple[Scheduler, ToyRunner]:
     return Scheduler(limits), ToyRunner(limits)
 
 
-def params(max_tokens: int, **changes: object) -> ResolvedParams:
-    return ResolvedParams(max_tokens=max_tokens, seed=1, **({"ignore_eos": True} | changes))  # type: ignore[arg-type]
+def params(max_tokens: int, **changes: Any) -> ResolvedParams:
+    return replace(ResolvedParams(max_tokens=max_tokens, seed=1, ignore_eos=True), **changes)
 
 
 def next_token(history: Iterable[int]) -> int:

@@ -3,6 +3,7 @@
 import pytest
 import trio
 from helpers.clients import CHAT, chat, events_of, first_token, open_clients
+from helpers.expectations import until
 
 from trioengine import EngineConfig
 
@@ -216,10 +217,7 @@ async def test_choices_go_on_after_two_deaths_before_the_first_token(autojump_cl
     async with open_clients(EngineConfig(model="toy")) as clients, clients.connect() as client:
         await client.send("POST", CHAT, chat("to be or not " * 20, n=n, max_tokens=20))
         for _ in range(2):
-            while not clients.engine.statistics().waiting:  # noqa: ASYNC110 - the clock is mocked
-                await trio.sleep(0.0005)
+            await until(clients.engine, iter([False, True]).__next__)  # one step, of several for the prompt
             clients.simulation.worker.kill()
-            while clients.engine.statistics().waiting:  # noqa: ASYNC110 - the clock is mocked
-                await trio.sleep(0.0005)
         answer = await client.answer()
     assert answer.status == 200 and len(answer.json["choices"]) == n
