@@ -221,3 +221,66 @@ async def test_choices_go_on_after_two_deaths_before_the_first_token(autojump_cl
             clients.simulation.worker.kill()
         answer = await client.answer()
     assert answer.status == 200 and len(answer.json["choices"]) == n
+
+
+SMALL_STEPS = EngineConfig(model="toy", max_num_seqs=8, max_num_batched_tokens=32)  # several for a prompt
+
+
+async def asked_before_the_first_token(clients, client, path=CHAT):
+    """Ask for three choices; return when the worker has computed a part of the prompt."""
+    await client.send("POST", path, body(path, n=3, max_tokens=20))
+    await until(clients.engine, iter([False, True]).__next__)
+    assert clients.engine.statistics().preparing == 2
+
+
+@pytest.mark.parametrize("change", ["sleep", "update"])
+@both_routes
+async def test_choices_are_kept_through_a_change_before_the_first_token(autojump_clock, path, change):
+    async with open_clients(SMALL_STEPS) as clients:
+        async with clients.connect() as client:
+            await asked_before_the_first_token(clients, client, path)
+            if change == "sleep":
+                await clients.engine.sleep(mode="keep")
+                await trio.sleep(60)
+                await clients.engine.wake()
+            else:
+                await clients.engine.update_weights("toy", mode="keep")
+            answer = await client.answer()
+        assert answer.status == 200
+        undisturbed = await clients.request("POST", path, body(path, n=3, max_tokens=20))
+        assert [*map(text_of, answer.json["choices"])] == [*map(text_of, undisturbed.json["choices"])]
+        await clients.everything_is_given_back()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("timeout", [None, 0])
+async def test_a_sleep_waits_for_choices_before_the_first_token(autojump_clock, timeout, level):
+    async with open_clients(SMALL_STEPS) as clients, clients.connect() as client:
+        await asked_before_the_first_token(clients, client)
+        await clients.engine.sleep(level, mode="wait", timeout=timeout)
+        answer = await client.answer()
+        assert (answer.status, clients.engine.power.level) == (200 if timeout is None else 503, level)
+        await clients.everything_is_given_back()
+
+
+async def test_a_sleep_that_aborts_ends_choices_before_the_first_token(autojump_clock):
+    async with open_clients(SMALL_STEPS) as clients, clients.connect() as client:
+        await asked_before_the_first_token(clients, client)
+        await clients.engine.sleep(mode="abort")
+        answer = await client.answer()
+        assert (answer.status, answer.error["code"]) == (503, "sleep")
+        assert clients.engine.statistics().aborted == 3
+
+
+@pytest.mark.parametrize("end", ["drain", "sleep"])
+async def test_choices_that_are_suspended_are_ended(autojump_clock, end):
+    async with open_clients(SMALL_STEPS) as clients, clients.connect() as client:
+        await asked_before_the_first_token(clients, client)
+        await clients.engine.sleep(mode="keep")
+        if end == "drain":
+            assert not await clients.engine.drain()
+        else:
+            await clients.engine.sleep(mode="abort")
+        answer = await client.answer()
+        assert (answer.status, answer.error["code"]) == (503, "shutdown" if end == "drain" else "sleep")
+        assert clients.engine.statistics().suspended == clients.engine.statistics().preparing == 0

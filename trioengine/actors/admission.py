@@ -65,7 +65,6 @@ class _Entry:
     request: Request
     prompt: Any  # not checked yet, as the media
     media: Any
-    leader: Request | None = None  # whose prompt this one has; it goes behind that
     images: RequestImages | None = None  # None for a prompt without images
 
     def open_images(self) -> RequestImages:
@@ -92,9 +91,9 @@ async def admit(
     await _admit_observed(entry)
 
 
-async def admit_behind(runtime: Runtime, session: SessionActor, request: Request, leader: Request) -> None:
-    """Submit a request with the prompt of another when that has its first token, or is over; as `admit`."""
-    await _admit_observed(_Entry(runtime, session, request, None, (), leader))
+async def admit_behind(runtime: Runtime, session: SessionActor, request: Request) -> None:
+    """Submit a request with its leader's prompt when the leader has its first token, or is over; as `admit`."""
+    await _admit_observed(_Entry(runtime, session, request, None, ()))
 
 
 async def _admit_observed(entry: _Entry) -> None:
@@ -117,7 +116,7 @@ async def _admit(entry: _Entry) -> None:
         try:
             await _reserve(entry)
             if not entry.is_over:
-                await (_prepare(entry) if entry.leader is None else _follow(entry, entry.leader))
+                await (_prepare(entry) if request.leader is None else _follow(entry, request.leader))
             await _commit(entry)
         except TimedOut as exc:
             session.abort_request(request, Cause.TIMEOUT)
@@ -175,7 +174,7 @@ async def _prepare(entry: _Entry) -> None:
 
 
 async def _follow(entry: _Entry, leader: Request) -> None:
-    """Wait for the leader's first token, or its end, and take its prompt. Without one, the request is aborted."""
+    """Wait for the leader's first token, or its end, and take its prompt; the request is aborted where it has none."""
     await trio.lowlevel.checkpoint()
     while leader.outcome is None and not leader.num_tokens:
         await leader.changed.wait()
@@ -232,7 +231,7 @@ async def _commit(entry: _Entry) -> None:
     try:
         commit()
     except NOT_NOW as exc:
-        if entry.leader is None and not waits_for(exc, entry.request.wait):
+        if entry.request.leader is None and not waits_for(exc, entry.request.wait):
             raise
         await gate.commits.wait(commit)
     entry.runtime.effects.drain()

@@ -30,7 +30,7 @@ from trioengine.core.checks import (
 )
 from trioengine.core.config import EngineConfig, EngineOptions, merged_config
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvalidConfig, ModelError
-from trioengine.core.lifecycle import Phase, Power, PowerEvent
+from trioengine.core.lifecycle import Power, PowerEvent
 from trioengine.core.messages import Ready
 from trioengine.core.power import TagName
 from trioengine.core.sampling_params import Overflow, SamplingOptions, SamplingParams, merged_params, sampling_checked
@@ -283,7 +283,7 @@ class Engine:
         is_changing = not self.runtime.power.desired_worker.runs_requests or self.runtime.gate.is_change_pending
         self.runtime.gate.change_power(PowerEvent.DRAIN)
         if is_changing:
-            self.runtime.sessions.abort_phase(Phase.SUSPENDED, Cause.SHUTDOWN)
+            self.runtime.sessions.abort_suspended(Cause.SHUTDOWN)
         with trio.move_on_after(seconds):
             await self._quiet()
             return causes[Cause.SHUTDOWN] == before

@@ -198,13 +198,13 @@ class Gate:
         return id
 
     def committing_link(self, *, is_quarantined: bool) -> Link:
-        """Return the link for a request that was admitted; a draining engine still runs it. Raises as `admit_request`.
+        """Return the link for a request that was admitted. Raises as `admit_request`, but lets requests finish.
 
         `is_quarantined`: the suspects of a worker's death run alone, and other requests wait.
         """
         if self.stage is PowerStage.CLOSED:
             self._check_open()
-        if self.link is None or is_quarantined or not (self.is_awake or self.stage is PowerStage.DRAINING):
+        if self.link is None or is_quarantined or not self.stage.runs_requests:
             raise self._not_awake()
         return self.link
 

@@ -39,7 +39,7 @@ from trioengine.actors.sessions import Sessions
 from trioengine.actors.supervisor import Supervisor
 from trioengine.core.errors import ModelError, TransitionFailed
 from trioengine.core.ledger import Ledger
-from trioengine.core.lifecycle import Phase, Power, PowerEvent, PowerStage
+from trioengine.core.lifecycle import Power, PowerEvent, PowerStage
 from trioengine.core.messages import ControlReply, Sleep, Slept, UpdateWeights, Wake
 from trioengine.core.power import DesiredWorker, SleepState, Tag, WeightsState, desired_worker, sorted_tags
 from trioengine.core.types import Cause
@@ -124,7 +124,7 @@ class PowerActor:
         if policy.aborts_waiting:  # before the gate closes, which refuses those that wait for a slot only
             change.num_aborted += self._sessions.abort_waiting(Cause.SLEEP)
         self._gate.begin_change(change)
-        change.num_aborted += self._sessions.abort_phase(Phase.PREPARING, Cause.SLEEP)
+        change.num_aborted += self._sessions.abort_preparing(Cause.SLEEP)
         if policy.mode is Mode.ABORT and self._gate.power in (Power.FALLING_ASLEEP, Power.UPDATING):
             change.num_aborted += self._sessions.abort_all(Cause.SLEEP)  # nor does the change before it wait for them
         return change
@@ -185,7 +185,7 @@ class PowerActor:
     async def _sleep(self, level: int, policy: InFlightPolicy, change: PowerChange) -> None:
         self.memory.check_sleep(level)
         if self.memory.asleep and policy.mode is Mode.ABORT:
-            change.num_aborted += self._sessions.abort_phase(Phase.SUSPENDED, Cause.SLEEP)
+            change.num_aborted += self._sessions.abort_suspended(Cause.SLEEP)
         if self.memory.sleeps_at(level):
             self.memory = self.memory.slept(level)
             return
@@ -236,7 +236,7 @@ class PowerActor:
         self._gate.change_power(PowerEvent.UPDATE)
         await self._check_files(path)
         if policy.mode is Mode.ABORT:
-            change.num_aborted += self._sessions.abort_phase(Phase.SUSPENDED, Cause.SLEEP)
+            change.num_aborted += self._sessions.abort_suspended(Cause.SLEEP)
         await self._load(path)
         self._gate.change_power(PowerEvent.UPDATED)
         was_awaited = self.memory.weights is WeightsState.AWAITING_UPDATE

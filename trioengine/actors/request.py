@@ -62,9 +62,11 @@ class Request(ReadableRequest):
         deadline: Deadline,
         wait: bool | None = None,
         label: str | None = None,
+        leader: Request | None = None,
     ) -> None:
         super().__init__(params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
         self.state = RequestState.PREPARING
+        self.leader = leader  # whose prompt this one has; it goes to the worker behind that
         self.prepared: Prepared | None = None
         self.output: OutputText | None = None
         self.resolved: ResolvedParams | None = None

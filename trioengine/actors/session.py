@@ -216,8 +216,8 @@ def further_choice(session: Session, first: Generation, params: SamplingParams, 
     runtime, state = session._runtime, session._state
     leader = first._state
     assert isinstance(leader, Request), "both are requests of this engine"
-    request = Request(params, session=state, observers=runtime.observers, deadline=NEVER, wait=wait)
-    generation = Generation(request, partial(admit_behind, runtime, state, request, leader))
+    request = Request(params, session=state, observers=runtime.observers, deadline=NEVER, wait=wait, leader=leader)
+    generation = Generation(request, partial(admit_behind, runtime, state, request))
     for observer in runtime.observers:
         observer.request_created(generation)
     return generation

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from trioengine.actors.effects import Effects
+from trioengine.actors.request import Request
 from trioengine.actors.session_actor import SessionActor
 from trioengine.core.lifecycle import Phase
 from trioengine.core.types import Cause
@@ -74,6 +75,10 @@ class Sessions:
         """The sessions whose request runs on the worker, in the order of its admission."""
         return _by_request(each for each in self if each.phase is Phase.RUNNING)
 
+    @property
+    def _in_flight(self) -> list[tuple[SessionActor, Request]]:
+        return [(session, session.request) for session in self if session.request is not None]
+
     # ---- operations on all ------------------------------------------------------------------------------------------
 
     def end_all(self, cause: Cause) -> None:
@@ -88,25 +93,35 @@ class Sessions:
 
     def abort_all(self, cause: Cause) -> int:
         """Abort every request in flight; those that get the slots of the aborted ones go on. Returns how many."""
-        in_flight = [(session, session.request) for session in self if session.request is not None]
-        return sum(session.abort_request(request, cause) for session, request in in_flight)
+        return sum(session.abort_request(request, cause) for session, request in self._in_flight)
 
     def abort_waiting(self, cause: Cause) -> int:
         """Abort everything that waits for a slot; returns how many requests that were."""
         return sum(session.abort_waiting(cause) for session in [*self._opening, *self])
 
-    def abort_phase(self, phase: Phase, cause: Cause) -> int:
-        """Abort the requests that are in this phase, and return how many there were."""
-        found = [(each, each.request) for each in self if each.phase is phase and each.request is not None]
-        return sum(session.abort_request(request, cause) for session, request in found)
+    def abort_preparing(self, cause: Cause) -> int:
+        """Abort the requests whose prompt is being prepared; not those behind a leader. Returns how many."""
+        return sum(
+            session.abort_request(request, cause)
+            for session, request in self._in_flight
+            if session.phase is Phase.PREPARING and request.leader is None
+        )
+
+    def abort_suspended(self, cause: Cause) -> int:
+        """Abort the requests that are suspended, and those that wait behind a leader. Returns how many."""
+        return sum(
+            session.abort_request(request, cause)
+            for session, request in self._in_flight
+            if session.phase is Phase.SUSPENDED or (session.phase is Phase.PREPARING and request.leader is not None)
+        )
 
     def detach_all(self) -> int:
         """Take every session off the worker. Returns how many END_SESSIONs were posted for it."""
-        count = len(self.attached)
-        for session in self:
+        attached = [session for session in self if session.lifecycle.is_open_on_worker]
+        for session in attached:
             session.attempt(session.detach)
         self._effects.drain()
-        return count
+        return len(attached)
 
 
 def _by_request(sessions: Iterator[SessionActor]) -> list[SessionActor]:

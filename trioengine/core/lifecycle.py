@@ -193,7 +193,6 @@ SESSION_IGNORES: Mapping[Event, frozenset[Phase]] = {  # where the table has no 
     Event.ABORT: frozenset({Phase.IDLE, Phase.STOPPING, Phase.ENDING, Phase.ENDED}),  # no request, or it is aborted
     Event.END: frozenset({Phase.ENDING, Phase.ENDED}),
     Event.WORKER_LOST: frozenset({Phase.IDLE, Phase.PREPARING, Phase.SUSPENDED, Phase.ENDED}),  # detached
-    Event.DETACH: frozenset({Phase.IDLE, Phase.STOPPING, Phase.SUSPENDED, Phase.ENDING, Phase.ENDED}),  # not attached
 }
 
 
@@ -275,7 +274,18 @@ class PowerStage(enum.Enum):
         """The state that users see."""
         return _POWER_OF[self]
 
+    @property
+    def runs_requests(self) -> bool:
+        """Whether requests that were admitted before go to the worker."""
+        return self in _RUNS_REQUESTS
 
+
+_RUNS_REQUESTS = {
+    PowerStage.AWAKE,
+    PowerStage.FINISHING_TO_SLEEP,
+    PowerStage.FINISHING_TO_UPDATE,
+    PowerStage.DRAINING,
+}
 _OTHER_POWERS = {
     PowerStage.FINISHING_TO_SLEEP: Power.FALLING_ASLEEP,
     PowerStage.RETIRING: Power.FALLING_ASLEEP,

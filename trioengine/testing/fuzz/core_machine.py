@@ -260,8 +260,8 @@ class CoreMachine(Machine):
 
     @property
     def _detachable(self) -> list[ModelSession]:
-        """Nothing is being prepared when a worker is to forget everything."""
-        return [session for session in self._any if not session.preparing]
+        """On the worker; nothing is being prepared for it when it is to forget everything."""
+        return [session for session in self._any if session.held and not (session.let_go or session.preparing)]
 
     @property
     def _suspended(self) -> list[ModelSession]:
