@@ -6,7 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from trioengine.text.tool_calls import Part, ToolCallParser, ToolForm, overlap
+from trioengine.text.stop_strings import overlap
+from trioengine.text.tool_calls import Part, ToolCallParser, ToolForm
 
 
 @dataclass(frozen=True, slots=True)
