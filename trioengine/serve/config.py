@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from trioengine.core.checks import MAX_COUNT, integer, is_key, number
+from trioengine.core.checks import MAX_COUNT, integer, is_key, number, path
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.wording import brief
@@ -99,11 +99,12 @@ class ServeConfig(ConnectionLimits):
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host:
             raise InvalidConfig.of("host", f"must be a name or an address, got {brief(self.host)}")
-        kinds = {"served_model_name": "a name", "weights_dir": "a directory", "ssl_certfile": "a file"}
-        for field, kind in (kinds | {"ssl_keyfile": "a file"}).items():
-            name = getattr(self, field)
-            if name is not None and not (isinstance(name, str) and name):
-                raise InvalidConfig.of(field, f"must be {kind}, got {brief(name)}")
+        name = self.served_model_name
+        if name is not None and not (isinstance(name, str) and name):
+            raise InvalidConfig.of("served_model_name", f"must be a name, got {brief(name)}")
+        for field, kind in _PATHS.items():
+            if getattr(self, field) is not None:
+                self._validate(field, path, kind)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             message = "ssl_keyfile is the key of an ssl_certfile: give both"
             raise InvalidConfig(message, fields=("ssl_keyfile", "ssl_certfile"))
@@ -145,7 +146,7 @@ class ServeConfig(ConnectionLimits):
             message = f"insecure serves all clients without a key, and {keys[0]} is set: give one of them"
             raise InvalidConfig(message, fields=("insecure", keys[0]))
 
-    def _validate(self, name: str, check: Callable[..., object], *bounds: int) -> None:
+    def _validate(self, name: str, check: Callable[..., object], *bounds: int | str) -> None:
         try:
             object.__setattr__(self, name, check(getattr(self, name), *bounds))
         except ValueError as exc:
