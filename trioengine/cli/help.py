@@ -46,7 +46,7 @@ HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
     "api_key": "A key that clients must have; may be given several times.",
     "admin_key": "A key for the operators' routes, and for all others; may be given several times.",
     "allowed_origin": "A site whose pages may ask, as https://example.com; may be given several times.",
-    "allowed_host": "A name that the Host header may have, without a port; may be given several times.",
+    "allowed_host": "A name or address that the Host header may have, without a port; may be given several times.",
     "root_path": "A prefix under which a proxy serves the routes, as /llm.",
     "ssl_certfile": "A certificate chain in PEM: the port speaks TLS.",
     "ssl_keyfile": "The certificate's key in PEM; without it in the same file.",

@@ -197,6 +197,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def normal_host(host: str) -> str:
+    """Return the one spelling of a name or an address by which hosts are compared."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host.lower()
+
+
 class Refusal(NamedTuple):
     """The status and the error of a request that is refused."""
 
@@ -211,7 +219,7 @@ class Origins:
     def __init__(self, config: ServeConfig) -> None:
         self._has_keys = config.has_keys
         self._loopback_only = not config.has_keys and not config.insecure
-        self._hosts = {host.lower() for host in config.allowed_host}
+        self._hosts = {normal_host(host.strip("[]")) for host in config.allowed_host}
         self._serves_loopback = self._loopback_only or is_loopback(config.host)
         self._allowed = {origin.encode() for origin in config.allowed_origin}
 
@@ -230,7 +238,7 @@ class Origins:
 
     def _is_own(self, name: str) -> bool:
         """Whether a Host may have this name: an allowed one, or a loopback name of a server that listens there."""
-        return name.lower() in self._hosts or (self._serves_loopback and is_loopback(name))
+        return normal_host(name) in self._hosts or (self._serves_loopback and is_loopback(name))
 
     def _refused_origin(self, origin: bytes, hosts: list[bytes]) -> Refusal | None:
         """Check an origin that is not an allowed one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,8 +34,9 @@ _INTEGERS = {
     "max_buffered_bytes": (1, MAX_BYTES),
     "max_buffered_bytes_per_key": (1, MAX_BYTES),
 }
-_HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
+_HOST_NAME = re.compile(r"[A-Za-z0-9._-]+")
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
+_PATHS = {"weights_dir": "a directory", "ssl_certfile": "a file", "ssl_keyfile": "a file"}
 _OPTIONAL = ("max_body_size", "max_message_size")
 _SECONDS = ("handshake_timeout", "body_timeout", "idle_timeout", "client_ping_interval", "send_timeout")
 
@@ -81,7 +83,7 @@ class ServeConfig(ConnectionLimits):
     api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # any of them will do
     admin_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # for operators; valid on all routes
     allowed_origin: tuple[str, ...] = ()  # web pages of other sites that may ask, as https://example.com
-    allowed_host: tuple[str, ...] = ()  # names that a Host header may have, without a port; empty: see `Origins`
+    allowed_host: tuple[str, ...] = ()  # names and addresses that a Host header may have; empty: see `Origins`
     root_path: str = ""  # a prefix under which a proxy serves the routes, as /llm
     ssl_certfile: str | None = None  # a certificate chain in PEM: the port speaks TLS
     ssl_keyfile: str | None = None  # its key; None: in the same file
@@ -165,8 +167,15 @@ class ServeConfig(ConnectionLimits):
 
 
 def _is_host(value: object) -> bool:
-    """A name or an address, as it stands in a Host header without port and brackets."""
-    return isinstance(value, str) and _HOST.fullmatch(value) is not None
+    """A name or an address without a port; an IPv6 address may stand in brackets, as in a Host header."""
+    if not isinstance(value, str):
+        return False
+    is_bracketed = value.startswith("[") and value.endswith("]")
+    address = value[1:-1] if is_bracketed else value
+    try:
+        return "%" not in address and bool(ipaddress.IPv6Address(address))
+    except ValueError:
+        return _HOST_NAME.fullmatch(value) is not None
 
 
 def _is_origin(value: object) -> bool:
