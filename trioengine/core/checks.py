@@ -12,7 +12,6 @@ import inspect
 import math
 import numbers
 import operator
-import os
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,7 +71,7 @@ def path(value: Any, kind: str) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"must be {kind}, got {brief(value)}")
     try:
-        os.fsencode(value)
+        value.encode(errors="surrogateescape")  # as `os.fsencode` does
         problem = "has a NUL" if "\0" in value else ""
     except UnicodeEncodeError:
         problem = "is not valid Unicode"
