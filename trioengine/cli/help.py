@@ -57,7 +57,7 @@ HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
     "insecure": "Serve other machines without a key, all of them.",
     "shutdown_timeout": "Seconds that requests have after the first SIGTERM or SIGINT.",
     "max_connections": "Connections at a time; an idle one makes room for more, or they are answered with 503.",
-    "max_sessions_per_key": "WebSockets and requests of a key at a time; more are answered with 429.",
+    "max_sessions_per_key": "WebSockets, requests and their choices of a key at a time; more are answered with 429.",
     "max_body_size": "Bytes of a request's body; without it 4 MiB, or 32 MiB for a model that takes images.",
     "max_header_size": "Bytes of a request's head.",
     "max_message_size": "Bytes of a WebSocket message; without it 1 MiB, or 32 MiB for a model that takes images.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -109,6 +109,7 @@ class Choices(abc.ABC):
         self._engine = engine
         self._in_flight = in_flight
         self._kept = ResponseBytes(request.held)  # the body is dropped, and its bytes given back when it is prepared
+        self._sessions = request.sessions
         self._prompts = prompts
         self._num_unprepared = len(prompts)
         self._params = salted(asked.params, request.cache_salt)
@@ -202,6 +203,8 @@ class Choices(abc.ABC):
             self._choices = self._made()
             await self._answer(self._choices[0], sent_to)
             return
+        if self._sessions is not None:
+            self._sessions.claim(self._n)
         with self._engine.runtime.gate.claiming(self._n) as self._give_up_claim:
             self._choices = self._made()
             async with trio.open_nursery() as nursery:
@@ -247,8 +250,9 @@ class Choices(abc.ABC):
         try:
             if choice.after is not None:
                 await choice.after.wait()
-            if self._failure is None:
-                await self._answer(choice, body)
+            async with nullcontext() if self._sessions is None else self._sessions.using():
+                if self._failure is None:
+                    await self._answer(choice, body)
         except Exception as exc:
             self._failure = self._failure or exc
             self._end_all(Cause.CLIENT)

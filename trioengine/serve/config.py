@@ -94,7 +94,7 @@ class ServeConfig(ConnectionLimits):
     insecure: bool = False  # serve all clients of all machines, without any key
     shutdown_timeout: float = 30.0  # that requests have after the first SIGTERM or SIGINT
     max_connections: int = 4096  # at a time; one that waits makes room for more, or they are answered with 503
-    max_sessions_per_key: int = 64  # WebSockets and requests of a key at a time; more are answered with 429
+    max_sessions_per_key: int = 64  # WebSockets and choices of a key at a time; more are answered with 429
     max_buffered_bytes: int = 1 << 30  # of bodies and of WebSocket connections; more are answered with 503
     max_buffered_bytes_per_key: int = 256 << 20  # the same of one key; more are answered with 429
 
