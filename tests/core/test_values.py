@@ -220,9 +220,9 @@ def test_sampling_parameters_take_one_string_or_lists():
 
 
 BAD_CONFIG = {
-    "model": ["", *NO_NUMBERS[1:]],
-    "generation_config": ["", *NO_NUMBERS[1:]],
-    "chat_template": ["", *NO_NUMBERS[1:]],
+    "model": ["", "a\0b", "\ud800", *NO_NUMBERS[1:]],
+    "generation_config": ["", "a\0b", "\ud800", *NO_NUMBERS[1:]],
+    "chat_template": ["", "a\0b", "\ud800", *NO_NUMBERS[1:]],
     "on_worker_loss": ["", "retry", *NO_NUMBERS],
     "device": ["tpu", "cuda:", "cuda:x", "cuda:-1", "cuda:128", "cuda:01", "cuda:٣", "cuda:" + "9" * 20, *NO_NUMBERS],
     "dtype": ["int4", *NO_NUMBERS],

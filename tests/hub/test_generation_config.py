@@ -39,7 +39,7 @@ def test_another_file_or_directory(tmp_path):
     [
         ({"temperature": -1}, "temperature must be a number from 0 to 100, got -1"),
         ({"top_p": "0.9"}, "top_p must be a number from 0 to 1, got '0.9'"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1 without prompt_logprobs, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer from 1 to 2147483647, got 0"),
     ],
 )
 def test_a_bad_value_is_refused_by_file_and_key(tmp_path, values, problem):

@@ -9,7 +9,8 @@ from typing import Any
 from mutant import Mutant, replaced
 
 from trioengine.text.conversation import Conversation
-from trioengine.text.output import OutputText, StopMatcher
+from trioengine.text.output import OutputText
+from trioengine.text.stop_strings import StopMatcher
 from trioengine.worker.scheduling.sequence import Sequence
 
 

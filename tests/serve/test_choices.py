@@ -187,6 +187,26 @@ async def test_all_or_none_are_admitted(autojump_clock, path):
             assert len((await client.answer()).json["choices"]) == 3
 
 
+NEVER = [
+    (
+        {"max_num_seqs": 2, "max_num_queued_reqs": 2},
+        "n must be at most 4 (max_num_seqs 2 + max_num_queued_reqs 2), got 5",
+    ),
+    ({"max_num_seqs": 8, "max_sessions": 4}, "n must be at most 4 (max_sessions), got 5"),
+]
+
+
+@both_routes
+@pytest.mark.parametrize(("options", "message"), NEVER)
+async def test_more_choices_than_the_server_ever_has_slots_for(autojump_clock, path, options, message):
+    async with open_clients(EngineConfig(model="toy", **options)) as clients:
+        answer = await clients.request("POST", path, body(path, n=5))
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_value", "n")
+        assert answer.error["message"] == message
+        assert clients.engine.statistics().rejected == 1
+        assert (await clients.request("POST", path, body(path, n=4))).status == 200
+
+
 async def test_two_requests_that_do_not_both_fit(autojump_clock):
     """One of them gets all its choices, and the other none, whatever the order of their tasks."""
     for _ in range(10):
@@ -206,9 +226,10 @@ async def test_two_requests_that_do_not_both_fit(autojump_clock):
 
 async def test_sessions_count_too(autojump_clock):
     async with open_clients(EngineConfig(model="toy", max_sessions=2)) as clients:
-        answer = await clients.chat(n=3)
-        assert (answer.status, answer.error["code"]) == (429, "overloaded")
-        assert "3 sessions" in answer.error["message"]
+        async with clients.engine.open_session():
+            answer = await clients.chat(n=2)
+            assert (answer.status, answer.error["code"]) == (429, "overloaded")
+            assert answer.error["message"] == "n: 2 choices need 2 sessions; of 2, 1 are free (max_sessions)"
         assert (await clients.chat(n=2)).status == 200
 
 

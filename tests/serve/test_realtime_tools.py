@@ -1,86 +1,32 @@
-"""Tools over WebSocket: calls in answers, in the conversation, cancelled, without room, and refusals."""
+"""Tools over WebSocket: calls in answers, in the conversation, and cancelled."""
 
 import json
-from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
-import trio
-from helpers.clients import Clients, open_clients
+from helpers.clients import open_clients
 from helpers.realtime_texts import reference, user
-from test_tools import ROOM
-from trio.testing import wait_all_tasks_blocked
-
-from trioengine import EngineConfig, open_engine
-from trioengine.testing import Simulation
-from trioengine.testing.toy_model import toy_model
-from trioengine.text.chat_template import ChatTemplate
-
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2]}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-WEATHER = {"type": "function", "name": "weather", "description": "The weather in a city.", "parameters": PARAMETERS}
-CLOCK = {"type": "function", "name": "clock", "parameters": {"type": "object", "additionalProperties": False}}
-NAMED = {"type": "function", "name": "weather"}
-LONG = {"temperature": 0, "max_output_tokens": 200}
-FORCED = {"tools": [WEATHER], "tool_choice": NAMED, **LONG}
-CALLED = [
-    *("response.created", "response.output_item.added", "conversation.item.added"),
-    *("response.function_call_arguments.delta", "response.function_call_arguments.done"),
-    *("conversation.item.done", "response.output_item.done", "response.done"),
-]
-
-
-TEMPLATE = """{% for tool in tools or [] %}<{{ tool | tojson }}>{% endfor %}{% for message in messages %}
-{{ message.role }}: {{ message.content }}{% for call in message.tool_calls or [] %}({{ call | tojson }}){% endfor %}
-{{- message.tool_call_id or "" }}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
-
-
-@asynccontextmanager
-async def clients_of_a_template():
-    """A model whose template prints tools."""
-    async with trio.open_nursery() as nursery:
-        simulation = Simulation(nursery, limits=ROOM)
-        model = replace(toy_model(ROOM.max_model_len), chat_template=ChatTemplate(TEMPLATE))
-        ports = replace(simulation.ports, read_model=lambda path: model)
-        async with open_engine(EngineConfig(model="toy"), ports=ports) as engine:
-            yield Clients(engine, simulation, nursery)
-            nursery.cancel_scope.cancel()
+from helpers.realtime_tools import (
+    CALLED,
+    CLOCK,
+    FORCED,
+    LONG,
+    NAMED,
+    ROOM,
+    WEATHER,
+    add,
+    clients_of_a_template,
+    error_of,
+    function,
+    kinds,
+    output_of,
+    user_item,
+)
 
 
 @pytest.fixture
 async def clients(autojump_clock):
     async with open_clients(limits=ROOM) as clients:
         yield clients
-
-
-def kinds(events):
-    """The types of events, without repetitions."""
-    types = [event["type"] for event in events]
-    return [kind for index, kind in enumerate(types) if types[index - 1 : index] != [kind]]
-
-
-def function(tool):
-    """The tool in the form of chat completions."""
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
-
-
-def output_of(call, text):
-    return {"type": "function_call_output", "call_id": call["call_id"], "output": text}
-
-
-async def add(client, item, **fields):
-    await client.send("conversation.item.create", item=item, **fields)
-    return (await client.until("conversation.item.done"))["item"]
-
-
-async def error_of(client, name, **fields):
-    await client.send(name, **fields)
-    error = (await client.until("error"))["error"]
-    return error["code"], error["param"]
 
 
 async def test_a_forced_call(autojump_clock, clients):
@@ -288,10 +234,6 @@ async def test_arguments_that_are_nested_too_deeply(autojump_clock):
         assert (await client.respond(temperature=0, max_output_tokens=5))["status"] in ("completed", "incomplete")
 
 
-def user_item(text):
-    return {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
-
-
 async def test_a_response_cancelled_in_a_call(autojump_clock, clients):
     """The call is incomplete, and later prompts leave it out."""
     async with clients.realtime() as client:
@@ -320,118 +262,3 @@ async def test_a_call_cut_by_the_number_of_tokens(autojump_clock, clients):
         none = await client.respond(**{**FORCED, "max_output_tokens": 1})
         (message,) = none["output"]
         assert (message["type"], message["status"]) == ("message", "incomplete")
-
-
-async def test_calls_are_deleted_and_not_truncated(autojump_clock, clients):
-    async with clients.realtime() as client:
-        await client.say("hello")
-        await client.until("conversation.item.done")
-        held = clients.server.budget
-        before = held.num_bytes
-        (call,) = (await client.respond(**FORCED))["output"]
-        output = await add(client, output_of(call, "é"))
-        for item in (call, output):
-            place = {"item_id": item["id"], "content_index": 0, "text_end": 0}
-            assert await error_of(client, "conversation.item.truncate", **place) == ("invalid_value", "item_id")
-        expected = 2 * 512 + len("weather") + 2 * len(call["call_id"]) + len(call["arguments"]) + 4
-        expected += 64 * (1 + sum(call["arguments"].count(mark) for mark in "[{,:"))  # the values
-        await client.send("conversation.item.retrieve", item_id="none")
-        await client.until("error")
-        await wait_all_tasks_blocked()
-        assert held.num_bytes - before == expected
-        for item in (output, call):
-            await client.send("conversation.item.delete", item_id=item["id"])
-            await client.until("conversation.item.deleted")
-        await wait_all_tasks_blocked()
-        assert held.num_bytes == before
-
-
-async def test_tools_are_counted(autojump_clock, clients):
-    async with clients.realtime() as client:
-        before = clients.server.budget.num_bytes
-        for tools in ([{**CLOCK, "description": "x" * 5000}], []):
-            await client.send("session.update", session={"tools": tools})
-            await client.until("session.updated")
-            await wait_all_tasks_blocked()
-            assert (clients.server.budget.num_bytes - before >= 5000) == bool(tools)
-        assert clients.server.budget.num_bytes == before
-
-
-async def test_a_conversation_of_many_values_is_full(autojump_clock, clients):
-    """The values in the arguments of calls take more memory than their text, and each prompt has them."""
-    made = {"type": "function_call", "name": "clock", "arguments": json.dumps({"at": [[]] * 60_000})}
-    async with clients.realtime() as client:
-        await add(client, made)
-        assert await error_of(client, "conversation.item.create", item=made) == ("conversation_too_large", "item")
-
-
-async def test_tools_of_many_values_are_refused(autojump_clock, clients):
-    tools = [{**CLOCK, "parameters": {"enum": [[]] * 20_000}}]
-    async with clients.realtime() as client:
-        await client.send("session.update", session={"tools": tools})
-        error = (await client.until("error"))["error"]
-        assert (error["code"], error["param"]) == ("invalid_value", "session.tools")
-        assert error["message"].startswith("session.tools must take at most 1048576 bytes of memory, got 12")
-
-
-async def test_tools_without_room(autojump_clock):
-    async with open_clients(max_buffered_bytes=30_000) as clients, clients.realtime() as client:
-        session = {"tools": [{**CLOCK, "description": "x" * 5000}], "instructions": "be"}
-        assert await error_of(client, "session.update", session=session) == ("buffers_full", None)
-        await client.send("session.update", session={})
-        shown = (await client.until("session.updated"))["session"]
-        assert (shown["tools"], shown["instructions"]) == ([], "")
-
-
-async def test_no_room_for_a_second_call(autojump_clock):
-    """The response fails, and its first call stays."""
-    async with open_clients(limits=ROOM, max_conversation_size=1200) as clients, clients.realtime() as client:
-        await client.say("hello")
-        response = await client.respond(tools=[CLOCK], tool_choice="required", min_tokens=70, **LONG)
-        assert response["status_details"]["error"]["code"] == "conversation_too_large"
-        (call,) = response["output"]
-        assert (call["name"], call["status"], response["status"]) == ("clock", "completed", "failed")
-
-
-REFUSED = [
-    ({"tools": {}}, "invalid_type", "tools"),
-    ({"tools": [{"type": "function"}]}, "missing_parameter", "tools[0].name"),
-    ({"tools": [{"type": "function", "name": "a b"}]}, "invalid_value", "tools[0].name"),
-    ({"tools": [{**CLOCK, "parameters": []}]}, "invalid_type", "tools[0].parameters"),
-    ({"tools": [CLOCK] * 129}, "invalid_value", "tools"),
-    ({"tools": [CLOCK], "tool_choice": NAMED}, "invalid_value", "tool_choice.name"),
-    ({"tools": [CLOCK], "tool_choice": {"type": "mcp"}}, "invalid_value", "tool_choice.type"),
-    ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
-    ({"tool_choice": NAMED}, "invalid_value", "tool_choice"),
-    ({"tool_choice": "any"}, "invalid_value", "tool_choice"),
-    ({"parallel_tool_calls": 1}, "invalid_type", "parallel_tool_calls"),
-]
-
-
-@pytest.mark.parametrize(("fields", "code", "param"), REFUSED, ids=range(len(REFUSED)))
-async def test_refused_tools(autojump_clock, clients, fields, code, param):
-    async with clients.realtime() as client:
-        assert await error_of(client, "session.update", session=fields) == (code, f"session.{param}")
-        assert await error_of(client, "response.create", response=fields) == (code, f"response.{param}")
-
-
-async def test_other_tools_are_passed_over_and_named(autojump_clock, caplog, clients):
-    async with clients.realtime() as client:
-        await client.send("session.update", session={"tools": [{"type": "mcp", "server_label": "x"}, CLOCK]})
-        assert (await client.until("session.updated"))["session"]["tools"] == [CLOCK]
-    assert "tools.mcp" in caplog.text
-
-
-@pytest.mark.parametrize("item", [{"name": "f"}, {"name": "f", "arguments": {}}, {"name": 1, "arguments": "{}"}])
-async def test_refused_calls(autojump_clock, clients, item):
-    async with clients.realtime() as client:
-        code, param = await error_of(client, "conversation.item.create", item={"type": "function_call", **item})
-        assert code in ("missing_parameter", "invalid_type") and param in ("item.arguments", "item.name")
-
-
-async def test_a_schema_that_makes_no_grammar(autojump_clock, clients):
-    async with clients.realtime() as client:
-        await client.say("hello")
-        tools = [{**WEATHER, "parameters": {"type": "no such type"}}]
-        error = await error_of(client, "response.create", response={"tools": tools, "tool_choice": "required"})
-        assert error == ("invalid_grammar", "tools")

@@ -1,52 +1,12 @@
 """Bugs that the fuzzer found, by the programs that it shrank them to."""
 
 import pytest
+from helpers.found_steps import ASK_MORE, BEGIN, EMPTY, SHOW, A
 
 from trioengine.testing.fuzz.machines import MACHINES, machine_of
 from trioengine.testing.fuzz.program import Program, replay
 from trioengine.testing.fuzz.runner import silence
 
-EMPTY = ("begin", {"ready": True, "sessions": 0, "turns": 0, "asks": 0, "thread_passes": 1})
-BEGIN = ("begin", {"ready": True, "sessions": 1, "turns": 0, "asks": 0, "thread_passes": 1})
-A = {
-    "which": 0,
-    "prompt": "a",
-    "stop": "",
-    "style": "all",
-    "keep_partial": False,
-    "timeout": None,
-    "wait": False,
-    "ignore_eos": False,
-}
-ASK = {  # of a client
-    "which": 0,
-    "prompt": "a",
-    "stop": "",
-    "min_tokens": 0,
-    "style": "all",
-    "keep_partial": False,
-    "timeout": None,
-    "wait": None,
-    "rounds": 0,
-}
-ASK_MORE = {  # over HTTP
-    "which": 0,
-    "prompt": "a",
-    "streams": False,
-    "stop": None,
-    "min_tokens": 0,
-    "stop_token": None,
-    "top_logprobs": None,
-    "rounds": 6,
-}
-SHOW = {
-    "which": 0,
-    "prompt": "a",
-    "style": "all",
-    "keep_partial": False,
-    "timeout": None,
-    "wait": True,
-}
 FOUND_IN_THE_ENGINE = {
     "an engine that is cancelled while its worker cannot start raises that in a group": [
         ("begin", {"ready": False, "sessions": 1, "turns": 0, "asks": 0, "thread_passes": 1}),
@@ -171,8 +131,6 @@ FOUND_IN_REALTIME = {
         ("settle", {}),
     ],
 }
-
-SECONDS = (*[0.2] * 15, 1.0, *[0.2] * 6, 1.0, *[0.2] * 4, 1.0, *[0.2] * 5, 1.0)
 FOUND_IN_HTTP = {
     "the end of a stream waits for room, for ever": [
         ("begin", {"ready": True, "clients": 1}),
@@ -284,170 +242,6 @@ FOUND = {
     "RealtimeMachine": FOUND_IN_REALTIME,
     "HttpMachine": FOUND_IN_HTTP,
 }
-FALSE_ALARMS = {
-    "a worker in a slow step is terminated, as it does not exit in half of the time for a shutdown": (
-        "PowerMachine",
-        [
-            ("begin", {"ready": True, "sessions": 0, "turns": 0, "asks": 0, "thread_passes": 1}),
-            ("open", {"wait": False}),
-            ("outage", {"way": "close"}),
-            ("tick", {"passes": 4, "order": 0}),
-            ("advance", {"seconds": 1.0}),
-            ("outage", {"way": "slow step"}),
-        ],
-    ),
-    "requests of a session are admitted in another order than they were started": (
-        "EngineMachine",
-        [
-            BEGIN,
-            *[("advance", {"seconds": seconds}) for seconds in SECONDS],
-            *[("open", {"wait": False})] * 2,
-            ("advance", {"seconds": 0.2}),
-            ("flow", {"rounds": 8}),
-            ("advance", {"seconds": 0.2}),
-            *[("ask", {"which": which, "max_tokens": 1, "reads": True}) for which in (0, 2, 0, 0)],
-            ("tick", {"passes": 1, "order": 2}),
-        ],
-    ),
-    "an engine that gives up aborts what is on its way in, some passes before it is over": (
-        "EngineMachine",
-        [
-            BEGIN,
-            ("kill_worker", {"last_bytes": 0}),
-            ("tick", {"passes": 4, "order": 0}),
-            ("call", {"wait": True, "what": "ask", "which": 0}),
-            ("tick", {"passes": 5, "order": 0}),
-            ("outage", {"way": "fatal"}),
-            ("flow", {"rounds": 1}),
-            ("advance", {"seconds": 0.2}),
-            ("tick", {"passes": 3, "order": 0}),
-            ("tick", {"passes": 2, "order": 3}),
-        ],
-    ),
-    "an aborted server cuts its connections, whose responses release their images before they are over": (
-        "RealtimeMachine",
-        [
-            ("begin", {"ready": True, "clients": 1, "turns": 0}),
-            ("choose", {"shows": True}),
-            ("show", {"which": 0, "media": "one.file", "prompt": "", "how": "item", "rounds": 0}),
-            ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 9}),
-            ("show", {"which": 0, "media": "one.file", "prompt": "", "how": "item", "rounds": 6}),
-            ("outage", {"way": "abort"}),
-            ("advance", {"seconds": 1.0}),
-        ],
-    ),
-    "a sleep that waits for requests keeps those that the sleep before it has suspended, unseen by a rule": (
-        "PowerMachine",
-        [
-            EMPTY,
-            ("ask_raw", {"length": 1, "min_tokens": 0, "wait": None}),
-            ("sleep", {"level": 1, "mode": "keep", "turns": 1}),
-            ("kill_worker", {"last_bytes": 0}),
-            ("sleep", {"level": 1, "mode": "wait", "turns": 1}),
-        ],
-    ),
-    "an item in progress is retrieved with the text that was sent": (
-        "RealtimeMachine",
-        [
-            ("begin", {"ready": True, "clients": 1, "turns": 0}),
-            ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 9}),
-            ("flow", {"rounds": 3}),
-            ("ask_beside", {"which": 0, "text": "", "rounds": 9}),
-            ("send", {"which": 0, "what": "retrieve"}),
-            ("carry", {"which": 0, "to_server": 106, "to_client": 0}),
-        ],
-    ),
-    "a connection beyond the limit is refused before its request, for the health, arrives": (
-        "HttpMachine",
-        [
-            ("begin", {"ready": True, "clients": 1}),
-            ("connect", {"key": 0}),
-            ("ask_more", ASK_MORE),
-            ("abort", {"which": 0, "request": 0, "rounds": 0}),
-            ("abort", {"which": 1, "request": 0, "rounds": 6}),
-            ("connect", {"key": 0}),
-            ("settle", {}),
-            ("observe", {"which": 0, "what": "health"}),
-            ("advance", {"seconds": 11.0}),
-            ("settle", {}),
-        ],
-    ),
-    "no bytes arrive, and wake who waits for some": (
-        "RealtimeMachine",
-        [
-            ("begin", {"ready": True, "clients": 1, "turns": 0}),
-            ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 0}),
-            ("carry", {"which": 0, "to_server": 0, "to_client": 0}),
-            ("settle", {}),
-        ],
-    ),
-    "a drain of an engine that falls asleep aborts the suspended request of a client": (
-        "ClientMachine",
-        [
-            ("begin", {"ready": True, "sessions": 1, "turns": 0, "history": 0}),
-            ("ask_so", ASK),
-            ("tick", {"passes": 3, "order": 0}),
-            ("flow", {"rounds": 4}),
-            ("tick", {"passes": 3, "order": 0}),
-            ("switch", {"how": "keep"}),
-            ("tick", {"passes": 1, "order": 0}),
-            ("outage", {"way": "drain"}),
-        ],
-    ),
-    "a request is refused while the first in the line for room, which is aborted, has room": (
-        "EngineMachine",
-        [
-            ("begin", {"ready": True, "sessions": 1, "turns": 0, "asks": 0, "thread_passes": 1}),
-            ("stop_showing", {"which": 0, "media": "one", "passes": 1, "what": "abort", "among": True}),
-            ("reorder", {"seed": 1}),
-            ("show_once", {"media": "one", "wait": False, "timeout": None}),
-        ],
-        3,
-    ),
-    "an answer that is aborted ends with the beginning of its stop string": (
-        "HttpMachine",
-        [
-            ("begin", {"ready": True, "clients": 2}),
-            ("ask_more", ASK_MORE | {"which": 1, "rounds": 9}),
-            ("abort", {"which": 0, "request": 0, "rounds": 0}),
-            ("abort", {"which": 0, "request": 0, "rounds": 6}),
-            ("ask_more", ASK_MORE | {"streams": True, "stop": "e ", "rounds": 0}),
-            ("abort", {"which": 0, "request": 0, "rounds": 6}),
-            ("abort", {"which": 0, "request": 0, "rounds": 6}),
-            ("ask_more", ASK_MORE),
-            ("ask_more", ASK_MORE | {"rounds": 9}),
-            ("abort", {"which": 0, "request": 0, "rounds": 9}),
-        ],
-        2,
-    ),
-    "a raw request is refused beyond the limit, and shows no id": (
-        "HttpMachine",
-        [
-            ("begin", {"ready": True, "clients": 1}),
-            ("connect", {"key": 0}),
-            ("observe", {"which": 0, "what": "metrics"}),
-            ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "streams": False, "how": "pieces", "rounds": 6}),
-            ("connect", {"key": 0}),
-            ("probe", {"which": 0, "name": "url"}),
-            ("go", {"which": 0, "how": "half-close"}),
-            ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "streams": False, "how": "whole", "rounds": 6}),
-        ],
-        2,
-    ),
-    "a client whose connection is refused while it pauses reads again": (
-        "HttpMachine",
-        [
-            ("begin", {"ready": True, "clients": 1}),
-            ("outage", {"way": "drain"}),
-            ("tick", {"passes": 1, "order": 0}),
-            ("connect", {"key": 0}),
-            ("observe", {"which": 0, "what": "metrics"}),
-            ("pause", {"which": 0, "rounds": 12, "count": 1, "passes": 1, "order": 0}),
-            ("settle", {}),
-        ],
-        2,
-    ),
-}
 
 
 @pytest.mark.parametrize(
@@ -481,11 +275,3 @@ def test_an_engine_that_gives_up_refuses_callers_before_it_is_closed():
     program = Program("PowerMachine", steps, variant=1)
     with silence():
         assert replay(machine_of(program)(), program) == 0
-
-
-@pytest.mark.parametrize("program", FALSE_ALARMS.values(), ids=FALSE_ALARMS)
-def test_what_was_no_bug(program):
-    """Programs that a machine once complained of, and should not have; some with a variant."""
-    program = Program(*program)
-    with silence():
-        replay(machine_of(program)(), program)

@@ -162,3 +162,8 @@ def test_a_refusal_by_the_template_is_shortened():
 def test_a_filter_that_is_left_out_is_named():
     with pytest.raises(ModelError, match="does not compile: No filter named 'urlize'"):
         ChatTemplate("{{ messages|urlize }}")
+
+
+def test_templates_that_print_calls():
+    printing = {name for name, source in KNOWN.items() if ChatTemplate(source, bos_token="<s>").prints_calls()}
+    assert printing == {"qwen 3", "llama 3", "mistral", "hermes"}

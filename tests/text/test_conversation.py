@@ -253,6 +253,55 @@ def test_a_prompt_that_is_too_long_by_its_length():
     check_length([user("")] * 512, 512, CHAT)
 
 
+CALLS_TEMPLATE = """{% for message in messages %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}({{ call.function | tojson }}){% endfor %}{% endfor %}"""
+
+
+def called(name="", **arguments):
+    call = {"type": "function", "id": "1", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+HEAVY = {
+    "a name": called("x" * 9999),
+    "an argument": called(x="x" * 9999),
+    "the name of an argument": called(**{"x" * 9999: 1}),
+    "many arguments": called(**{f"{number:09}": "" for number in range(999)}),
+}
+
+
+@pytest.mark.parametrize("message", HEAVY.values(), ids=HEAVY.keys())
+def test_calls_count_for_the_length_where_the_template_prints_them(message):
+    with pytest.raises(RequestRejected, match="the context is 512"):
+        check_length([user("a"), message], 512, ChatTokenizer(TOY.tokenizer, ChatTemplate(CALLS_TEMPLATE)))
+    check_length([user("a"), message], 512, CHAT)  # its template prints the content alone
+    assert Conversation(CHAT).work([message]) >= 8192
+    assert Conversation(CHAT, [message]).work("") >= 8192
+
+
+OTHERS = {
+    "reasoning": {**assistant("a"), "reasoning_content": "x" * 9999},
+    "a user's name": {**user("a"), "name": "x" * 9999},
+    "a user's calls": {**called("x" * 9999), "role": "user"},
+    "calls of another form": {**assistant("a"), "tool_calls": [{"function": {"arguments": "x" * 9999}}, "x" * 9999]},
+}
+
+
+@pytest.mark.parametrize("message", OTHERS.values(), ids=OTHERS.keys())
+def test_fields_that_a_template_may_leave_out_count_as_work_alone(message):
+    check_length([message], 512, ChatTokenizer(TOY.tokenizer, ChatTemplate(CALLS_TEMPLATE)))
+    assert Conversation(CHAT).work([message]) >= 9999
+
+
+def test_values_that_are_not_checked_yet_are_measured_as_well():
+    endless: list = []
+    endless += [endless, endless]
+    for value in (endless, [0] * 10**6, {5: b"x"}, object()):
+        message = {**user("a"), "tool_calls": value}
+        check_length([message], 512, ChatTokenizer(TOY.tokenizer, ChatTemplate(CALLS_TEMPLATE)))
+        assert Conversation(CHAT).work([message]) > 16
+
+
 def test_messages_without_text_count_as_work():
     empty = Conversation(CHAT)
     assert empty.work([user("")] * 1000) >= 10_000

@@ -10,7 +10,8 @@ from trioengine import SamplingParams
 from trioengine.core.types import token_ids
 from trioengine.hub.model_info import read_model
 from trioengine.testing import toy_model
-from trioengine.text.output import Detokenizer, OutputText, StopMatcher
+from trioengine.text.output import Detokenizer, OutputText
+from trioengine.text.stop_strings import StopMatcher
 from trioengine.text.tokenizer import Tokenizer
 
 BYTES = toy_model().tokenizer  # a token is a byte

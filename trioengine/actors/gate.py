@@ -24,6 +24,7 @@ from trioengine.actors.observer import Observer, Slot
 from trioengine.actors.power_change import PowerChange
 from trioengine.actors.waiting_line import NOT_NOW, WaitingLine, waits_for
 from trioengine.aio.concurrency import NEVER, Deadline, Notifier
+from trioengine.core.checks import rejected
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, InvariantError
 from trioengine.core.ledger import Ledger
@@ -166,9 +167,11 @@ class Gate:
         """Claim slots for so many sessions with a request each, all or none; others do not get them within the block.
 
         Call the function that this yields in the step that takes a session's slot and its request's: it gives up the
-        claim to these. Raises as `admit_session` and `admit_request`, and counts the refusal.
+        claim to these. Raises as `admit_session` and `admit_request`, and RequestRejected for more than there ever are;
+        counts the refusal.
         """
         try:
+            self._check_capacity(count)
             self._check(Slot.SESSION, partial(self._check_session_slot, count))
             self._check(Slot.REQUEST, partial(self._check_request_slot, count))
         except EngineError:
@@ -244,12 +247,23 @@ class Gate:
         self._check_open()
         if not self.is_awake:
             raise self._not_awake()
-        running, queued = self._config.max_num_seqs, self._config.max_num_queued_reqs
+        most, settings = self._request_slots
         num_taken = self.ledger.in_flight + self._num_claimed
-        if num_taken + count > running + queued:
-            settings = f"max_num_seqs {running} + max_num_queued_reqs {queued}"
-            message = f"{_shortage(count, running + queued, num_taken, 'request slots')} ({settings})"
+        if num_taken + count > most:
+            message = f"{_shortage(count, most, num_taken, 'request slots')} ({settings})"
             raise EngineOverloaded(message, code="queue", is_full=True)
+
+    @property
+    def _request_slots(self) -> tuple[int, str]:
+        """The number of request slots, and the settings that it comes from."""
+        running, queued = self._config.max_num_seqs, self._config.max_num_queued_reqs
+        return running + queued, f"max_num_seqs {running} + max_num_queued_reqs {queued}"
+
+    def _check_capacity(self, count: int) -> None:
+        """Raise RequestRejected for more choices at a time than the engine has slots: to wait would be in vain."""
+        most, settings = min(self._request_slots, (self._config.max_sessions, "max_sessions"))
+        if count > most:
+            raise rejected("n", f"must be at most {most} ({settings}), got {count}")
 
     def _not_awake(self) -> EngineError:
         if self.power in (Power.LOADING, Power.RESTARTING, Power.DRAINING) and not self.is_change_pending:

@@ -1,7 +1,7 @@
 """Checks of values that come from outside: numbers, the arguments of public calls, and their names in errors.
 
-A number is returned as a plain int or float; a wrong one raises ValueError with the rule. A wrong argument raises
-RequestRejected, an unknown keyword UnknownArgument with the nearest known one.
+A number is returned as a plain int or float; a wrong number or path raises ValueError with the rule. A wrong argument
+raises RequestRejected, an unknown keyword UnknownArgument with the nearest known one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-# ---- numbers and keys -----------------------------------------------------------------------------------------------
+# ---- numbers, paths and keys ----------------------------------------------------------------------------------------
 
 
 def integer(value: Any, low: int, high: int) -> int:
@@ -60,6 +60,24 @@ def number(value: Any, low: float, high: float, *, above: bool = False) -> float
         return converted
     rule = f"above {low} and at most {high}" if above else f"from {low} to {high}"
     raise ValueError(f"must be a number {rule}, got {brief(value)}")
+
+
+def path(value: Any, kind: str) -> str:
+    """Return the path of a file or a directory, which need not exist; `kind` is its name in the rule.
+
+    Raises ValueError for a value that no system call takes: anything but a text, "", and a name with a NUL or a lone
+    surrogate.
+    """
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"must be {kind}, got {brief(value)}")
+    try:
+        value.encode(errors="surrogateescape")  # as `os.fsencode` does
+        problem = "has a NUL" if "\0" in value else ""
+    except UnicodeEncodeError:
+        problem = "is not valid Unicode"
+    if problem:
+        raise ValueError(f"must be {kind}, and its name {problem}: {brief(value)}")
+    return value
 
 
 def is_key(value: object) -> bool:

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict
 
-from trioengine.core.checks import MAX_COUNT, MAX_INT64, check_names, field_names, fields_checked, integer, number
+from trioengine.core.checks import (
+    MAX_COUNT,
+    MAX_INT64,
+    check_names,
+    field_names,
+    fields_checked,
+    integer,
+    number,
+    path,
+)
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.power import Tag
 from trioengine.core.wording import brief, changed_fields, counted
@@ -107,14 +116,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if isinstance(self.restart_delays, list):
             object.__setattr__(self, "restart_delays", tuple(self.restart_delays))
-        if not isinstance(self.model, str) or not self.model:
-            raise InvalidConfig.of("model", f"must be a name or a path, got {brief(self.model)}")
-        if not isinstance(self.generation_config, str) or not self.generation_config:
-            rule = f"must be auto, none or a path, got {brief(self.generation_config)}"
-            raise InvalidConfig.of("generation_config", rule)
-        template = self.chat_template
-        if template is not None and not (isinstance(template, str) and template):
-            raise InvalidConfig.of("chat_template", f"must be a file, got {brief(template)}")
+        self._validate("model", path, "a name or a path")
+        self._validate("generation_config", path, "auto, none or a path")
+        if self.chat_template is not None:
+            self._validate("chat_template", path, "a file")
         if self.device not in _DEVICES:
             raise InvalidConfig.of("device", f"must be auto, cpu, cuda or cuda:N, got {brief(self.device)}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
@@ -145,7 +150,7 @@ class EngineConfig:
             raise InvalidConfig.of("restart_delays", f"must be seconds, at least one, got {brief(self.restart_delays)}")
         self._validate("restart_delays", _numbers, 0, MAX_SECONDS)
 
-    def _validate(self, name: str, check: Callable[..., object], *bounds: int) -> None:
+    def _validate(self, name: str, check: Callable[..., object], *bounds: int | str) -> None:
         try:
             object.__setattr__(self, name, check(getattr(self, name), *bounds))
         except ValueError as exc:

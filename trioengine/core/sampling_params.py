@@ -50,6 +50,7 @@ NUMBERS: Mapping[str, tuple[Callable[..., float], float, float]] = {  # the chec
     "presence_penalty": (number, -2, 2),
     "frequency_penalty": (number, -2, 2),
 }
+_DEFAULT_NUMBERS = {**NUMBERS, "max_tokens": (integer, 1, MAX_COUNT)}  # no default lets a prompt be scored only
 _MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # None: the model's default
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", *_MODEL_DEFAULTS)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -183,8 +184,8 @@ def resolved_params(params: SamplingParams, defaults: Mapping[str, float], **cha
 
 def checked_defaults(given: Mapping[str, object]) -> Mapping[str, float]:
     """Return the defaults of a model by the names of parameters. Raises RequestRejected for a bad value."""
-    checked = SamplingParams(**cast("Any", dict(given)))
-    return {name: getattr(checked, name) for name in given}
+    bounds = {name: _DEFAULT_NUMBERS[name] for name in given}
+    return {name: _checked(name, check, given[name], low, high) for name, (check, low, high) in bounds.items()}
 
 
 def replace_valid(params: Params, **changes: object) -> Params:

@@ -20,21 +20,23 @@ import ipaddress
 import logging
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from trioengine.core.sampling_params import SamplingParams, replace_valid
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.errors import INVALID_REQUEST, RATE_LIMIT, Problem
+from trioengine.serve.errors import INVALID_REQUEST, OverBudget, Problem
 from trioengine.serve.http import (
     BadRequest,
     HttpRequest,
     HttpResponse,
+    error_response,
     is_plain_origin,
     name_of_host,
     name_of_origin,
     problem_response,
 )
+from trioengine.serve.key_sessions import KeySessions, SessionShare
 
 Headers: TypeAlias = Iterable[tuple[bytes, bytes]]
 logger = logging.getLogger("trioengine")
@@ -57,10 +59,11 @@ class Role(enum.Enum):
 
 
 class Caller(NamedTuple):
-    """The digest of the key that a request counts for, if any, and the salt of that key in the prefix cache."""
+    """The digest of the key that a request counts for, if any, its sessions, and its salt in the prefix cache."""
 
     key: bytes | None
     cache_salt: bytes
+    sessions: SessionShare | None = None
 
 
 class Access:
@@ -70,9 +73,8 @@ class Access:
         self.origins = Origins(config)
         self._operators = Keys(config.admin_key)
         self._users = Keys((*config.api_key, *config.admin_key))
-        self._most = config.max_sessions_per_key
         self._secret = secrets.token_bytes(32)  # makes a salt of a key that discloses nothing of it
-        self._sessions: dict[bytes, int] = {}  # by the key's digest; none is 0
+        self._sessions = KeySessions(config.max_sessions_per_key)
 
     @contextmanager
     def admit(self, request: HttpRequest, role: Role) -> Iterator[Caller]:
@@ -84,8 +86,12 @@ class Access:
         if key is None:
             yield Caller(None, NO_SALT)
             return
-        with self._session(key):
-            yield Caller(key, hmac.digest(self._secret, key, hashlib.sha256))
+        with ExitStack() as stack:
+            try:
+                sessions = stack.enter_context(self._sessions.holding(key))
+            except OverBudget as exc:
+                raise BadRequest(error_response(exc)) from None
+            yield Caller(key, hmac.digest(self._secret, key, hashlib.sha256), sessions)
 
     def _check_key(self, request: HttpRequest, role: Role) -> bytes | None:
         """Return the key that the request counts for. Operators have no limit: theirs is None."""
@@ -103,21 +109,6 @@ class Access:
         if key not in self._operators:
             _refuse(403, "admin_key_required", "this is for operators, and needs their key")
         return None
-
-    @contextmanager
-    def _session(self, key: bytes) -> Iterator[None]:
-        count = self._sessions.get(key, 0)
-        if count >= self._most:
-            message = f"this key already has {count} requests or connections open (the limit)"
-            problem = Problem(RATE_LIMIT, "too_many_sessions", message, retry_after=1.0)
-            raise BadRequest(problem_response(429, problem))
-        self._sessions[key] = count + 1
-        try:
-            yield
-        finally:
-            self._sessions[key] -= 1
-            if not self._sessions[key]:
-                del self._sessions[key]
 
 
 def _refuse(status: int, code: str, message: str) -> NoReturn:
@@ -197,6 +188,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def normal_host(host: str) -> str:
+    """Return the one spelling of a name or an address by which hosts are compared."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host.lower()
+
+
 class Refusal(NamedTuple):
     """The status and the error of a request that is refused."""
 
@@ -211,7 +210,7 @@ class Origins:
     def __init__(self, config: ServeConfig) -> None:
         self._has_keys = config.has_keys
         self._loopback_only = not config.has_keys and not config.insecure
-        self._hosts = {host.lower() for host in config.allowed_host}
+        self._hosts = {normal_host(host.strip("[]")) for host in config.allowed_host}
         self._serves_loopback = self._loopback_only or is_loopback(config.host)
         self._allowed = {origin.encode() for origin in config.allowed_origin}
 
@@ -230,7 +229,7 @@ class Origins:
 
     def _is_own(self, name: str) -> bool:
         """Whether a Host may have this name: an allowed one, or a loopback name of a server that listens there."""
-        return name.lower() in self._hosts or (self._serves_loopback and is_loopback(name))
+        return normal_host(name) in self._hosts or (self._serves_loopback and is_loopback(name))
 
     def _refused_origin(self, origin: bytes, hosts: list[bytes]) -> Refusal | None:
         """Check an origin that is not an allowed one."""

@@ -113,7 +113,7 @@ class ServedModel:
 
     @classmethod
     def of(
-        cls, engine: Engine, name: str, tool_form: ToolForm | None, reasoning_form: ReasoningForm | None
+        cls, engine: Engine, name: str, tool_form: ToolForm | None, reasoning_form: ReasoningForm | None = None
     ) -> ServedModel:
         """The model of an engine, under the name that clients use; while it loads, nothing else is known of it."""
         try:

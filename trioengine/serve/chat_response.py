@@ -12,6 +12,7 @@ from typing import Any
 from trioengine.core.types import Chunk, Completion, FinishReason, Logprobs, Usage
 from trioengine.serve.errors import Problem
 from trioengine.serve.ids import new_id, unix_time
+from trioengine.serve.json_encoder import encode, encoded, encoded_list
 from trioengine.serve.shown import Result, Shown, running_usage, timings_json, usage_json
 from trioengine.text.reasoning import AnswerParser, AnswerPart, Reasoning
 from trioengine.text.tokenizer import Tokenizer
@@ -41,12 +42,12 @@ class ChatShape:
         made = enumerate(zip(completions, parsers, strict=True))
         choices = [self._choice(index, completion, parser) for index, (completion, parser) in made]
         usage_shown = self._usage_json(usage, completions, parsers)
-        shown = {**self.head("chat.completion"), "choices": choices, "usage": usage_shown}
+        shown = {**self.head("chat.completion"), "choices": choices, "usage": usage_shown, "model": encoded(self.model)}
         if self.shown.token_ids:
             shown["prompt_token_ids"] = results[0].prompt_token_ids
         if self.shown.timings:
             shown["timings"] = timings_json(completions)
-        return json.dumps(shown).encode()
+        return encode(shown)
 
     def _choice(self, index: int, completion: Completion, parser: AnswerParser | None) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
@@ -54,10 +55,10 @@ class ChatShape:
             message |= _message_of([*parser.feed(completion.text), *parser.finish()])
         choice = {
             "index": index,
-            "message": message,
+            "message": encoded(message),
             "logprobs": self.logprobs(completion.logprobs),
             "finish_reason": finish_reason(completion, parser),
-            "stop_reason": completion.stop_reason,
+            "stop_reason": encoded(completion.stop_reason),
         }
         return {**choice, "token_ids": completion.token_ids} if self.shown.token_ids else choice
 
@@ -101,11 +102,12 @@ class ChatShape:
         return {**head, "system_fingerprint": self.fingerprint}
 
     def logprobs(self, logprobs: Iterable[Logprobs] | None) -> dict[str, Any] | None:
+        """Return the log-probabilities of an answer, or of a part of it, for `encode`."""
         if self.top_logprobs is None:
             return None
         top, as_ids = self.top_logprobs, self.shown.tokens_as_ids
-        content = [_position(each, top, self.tokenizer, as_ids) for each in logprobs or ()]
-        return {"content": content, "refusal": None}
+        content = (_position(each, top, self.tokenizer, as_ids) for each in logprobs or ())
+        return {"content": encoded_list(content), "refusal": None}
 
 
 class ChatFrames:
@@ -147,8 +149,8 @@ class ChatFrames:
     def opening(self, prompt_token_ids: Sequence[int]) -> bytes:
         """Render the event with the role."""
         self._num_prompt_tokens = len(prompt_token_ids)
-        more = f', "prompt_token_ids": {json.dumps(prompt_token_ids)}' if self._shape.shown.token_ids else ""
-        return self._frame('{"role": "assistant", "content": ""}', more=more)
+        more = b', "prompt_token_ids": ' + encode(prompt_token_ids) if self._shape.shown.token_ids else b""
+        return self._frame(b'{"role": "assistant", "content": ""}', more=more)
 
     def delta(self, chunk: Chunk) -> bytes:
         """Render a chunk; b"" for one that shows nothing."""
@@ -168,7 +170,7 @@ class ChatFrames:
 
     def _parts(self, parts: Iterable[AnswerPart]) -> bytes:
         """Render reasoning, text and tool calls; log-probabilities and ids come with the next frame that there is."""
-        return b"".join([self._frame(json.dumps(self._delta_of(part))) for part in parts])
+        return b"".join([self._frame(json.dumps(self._delta_of(part)).encode()) for part in parts])
 
     def _delta_of(self, part: AnswerPart) -> dict[str, Any]:
         match part:
@@ -187,24 +189,31 @@ class ChatFrames:
         """Render the rest of the answer, and the finish reason."""
         rest = self._parts(self._parser.finish()) if self._parser is not None else b""
         if self._logprobs or self._token_ids:
-            rest += self._frame('{"content": ""}')
+            rest += self._frame(b'{"content": ""}')
         reason = finish_reason(completion, self._parser)
         stop_reason = f', "stop_reason": {json.dumps(completion.stop_reason)}'
-        return rest + self._frame("{}", finish_reason=f'"{reason}"{stop_reason}')
+        return rest + self._frame(b"{}", finish_reason=f'"{reason}"{stop_reason}'.encode())
 
-    def _frame(self, delta: str, *, finish_reason: str = "null", more: str = "") -> bytes:
+    @property
+    def num_unshown(self) -> int:
+        """The number of tokens whose log-probabilities come with the next frame."""
+        return len(self._logprobs)
+
+    def _frame(self, delta: bytes, *, finish_reason: bytes = b"null", more: bytes = b"") -> bytes:
         """Render an event of fields in JSON, with the tokens that were not shown yet; `more` are further members."""
         logprobs, self._logprobs = self._logprobs, []
         token_ids, self._token_ids = self._token_ids, []
-        shown = f'{delta}, "logprobs": {json.dumps(self._shape.logprobs(logprobs)) if logprobs else "null"}'
-        shown += f', "finish_reason": {finish_reason}'
+        shown = encode(self._shape.logprobs(logprobs)) if logprobs else b"null"
+        parts = [self._before, delta, b', "logprobs": ', shown, b', "finish_reason": ', finish_reason]
         if token_ids:
-            shown += f', "token_ids": {json.dumps(token_ids)}'
+            parts += [b', "token_ids": ', encode(token_ids)]
+        parts.append(b"}")
         if self._shape.shown.running_usage:
-            usage = json.dumps(running_usage(self._num_prompt_tokens, self._num_tokens))
-            return self._before + f'{shown}}}], "usage": {usage}{more}}}\n\n'.encode()
-        after = self._after if not more else self._after[:-3] + more.encode() + self._after[-3:]
-        return self._before + shown.encode() + b"}" + after
+            usage = encode(running_usage(self._num_prompt_tokens, self._num_tokens))
+            parts += [b'], "usage": ', usage, more, b"}\n\n"]
+        else:
+            parts += [self._after[:-3], more, self._after[-3:]]
+        return b"".join(parts)
 
 
 def finish_reason(completion: Completion, parser: AnswerParser | None) -> str:

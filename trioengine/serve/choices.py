@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from trioengine.serve.errors import ClientError, RequestAborted, problem_of
 from trioengine.serve.http import Headers, HttpRequest, HttpResponse
 from trioengine.serve.limits import InFlight
 from trioengine.serve.parsing import in_thread_if
+from trioengine.serve.response_bytes import ID_SIZE, ResponseBytes, size_of_logprobs
 from trioengine.serve.shown import Result, Shown
 from trioengine.text.conversation import Prompt
 
@@ -57,6 +59,11 @@ class Frames(Protocol):
     """Renders the events of one choice in a stream."""
 
     reads_text_only: bool  # its deltas need no token ids and no log-probabilities
+
+    @property
+    def num_unshown(self) -> int:
+        """The number of tokens whose log-probabilities come with the next event."""
+        ...
 
     def opening(self, prompt_token_ids: Sequence[int]) -> bytes:
         """The event that is sent with the first delta, if any."""
@@ -101,7 +108,8 @@ class Choices(abc.ABC):
         """`headers` are for a whole response, `variables` for the chat template."""
         self._engine = engine
         self._in_flight = in_flight
-        self._held = request.held  # accounts for the bytes of the body; the body itself is dropped
+        self._kept = ResponseBytes(request.held)  # the body is dropped, and its bytes given back when it is prepared
+        self._sessions = request.sessions
         self._prompts = prompts
         self._num_unprepared = len(prompts)
         self._params = salted(asked.params, request.cache_salt)
@@ -143,6 +151,7 @@ class Choices(abc.ABC):
         takes_long = self._takes_long([result.completion for result in results])
         render = partial(self._rendered, results, self._usage)
         content = await in_thread_if(takes_long, self._engine.ports, render)
+        self._kept.add(len(content))
         return HttpResponse(200, content, headers=self._headers)
 
     async def stream(self, body: Body) -> None:
@@ -194,6 +203,8 @@ class Choices(abc.ABC):
             self._choices = self._made()
             await self._answer(self._choices[0], sent_to)
             return
+        if self._sessions is not None:
+            self._sessions.claim(self._n)
         with self._engine.runtime.gate.claiming(self._n) as self._give_up_claim:
             self._choices = self._made()
             async with trio.open_nursery() as nursery:
@@ -239,8 +250,9 @@ class Choices(abc.ABC):
         try:
             if choice.after is not None:
                 await choice.after.wait()
-            if self._failure is None:
-                await self._answer(choice, body)
+            async with nullcontext() if self._sessions is None else self._sessions.using():
+                if self._failure is None:
+                    await self._answer(choice, body)
         except Exception as exc:
             self._failure = self._failure or exc
             self._end_all(Cause.CLIENT)
@@ -258,8 +270,10 @@ class Choices(abc.ABC):
                     async with generation:
                         self._on_admitted(choice)
                         if body is None:
-                            await generation.wait_settled()  # reading would wake this task for every token
-                            self._completions[choice.index] = finished(generation)
+                            await self._finish(generation)
+                            completion = self._completions[choice.index] = finished(generation)
+                            if self._shown.token_ids:
+                                self._kept.add(ID_SIZE * (completion.usage.prompt_tokens + len(completion.token_ids)))
                         else:
                             await self._send_all(choice, body)
         except RequestRejected as exc:
@@ -268,55 +282,97 @@ class Choices(abc.ABC):
     def _on_admitted(self, choice: Choice) -> None:
         choice.admitted.set()
         self._num_unprepared -= choice.is_first
-        if self._held is not None and not self._num_unprepared and not self._keeps_text:
-            self._held.give_all_back()
+        if not self._num_unprepared and not self._keeps_text:
+            self._kept.drop_body()
+
+    async def _finish(self, generation: Generation) -> None:
+        """Wait until a request is over. Log-probabilities are counted as they come; others wake no task for a token."""
+        if self._params.logprobs is not None or self._params.prompt_logprobs is not None:
+            async for chunk in generation:
+                self._kept.add(size_of_logprobs(chunk))
+        await generation.wait_settled()
 
     async def _send_all(self, choice: Choice, body: Body) -> None:
         """Send the events of a choice, and with the last one of all choices the end of the stream."""
         frames, generation = self._frames(choice.index), choice.generation
-        sink = _Sink(generation, frames, body)
-        unsent = frames.opening(generation.prompt_token_ids if self._needs_prompt else ())
+        sink = _Sink(generation, frames, body, self._kept, MANY_LOGPROBS // (1 + (self._params.logprobs or 0)))
+        prompt_token_ids = generation.prompt_token_ids if self._needs_prompt else ()
+        self._kept.add(ID_SIZE * len(prompt_token_ids))
+        unsent = frames.opening(prompt_token_ids)
         async for chunk in generation:
             is_last = generation.outcome is not None and generation.outcome.is_complete
-            takes_long = chunk.prompt_logprobs is not None and self._takes_long((chunk,))  # in the first chunk only
-            delta = await in_thread_if(takes_long, self._engine.ports, partial(frames.delta, chunk))
+            with sink.pausing():
+                delta = await self._delta(frames, chunk)
             if is_last:
                 unsent += delta  # sent together with the end
                 break
             if delta:
-                await body.send(unsent + delta)
+                await self._send(body, unsent + delta)
                 unsent = b""
                 generation.set_sink(sink.take_and_send)
         completion = self._completions[choice.index] = finished(generation)
-        unsent += frames.end(completion)
+        ending_takes_long = frames.num_unshown > sink.most_tokens
+        unsent += await in_thread_if(ending_takes_long, self._engine.ports, partial(frames.end, completion))
         self._is_closed = self._num_sent == len(self._choices) - 1
         if self._is_closed:
             unsent += await self._closing()
-        await body.send(unsent, is_last=self._is_closed)
+        await self._send(body, unsent, is_last=self._is_closed)
         self._num_sent += 1
+
+    async def _delta(self, frames: Frames, chunk: Chunk) -> bytes:
+        """Render a chunk that the reading task has: it may be a long backlog of a slow client, or the prompt's part."""
+        self._kept.add(size_of_logprobs(chunk))
+        takes_long = not frames.reads_text_only and self._takes_long((chunk,))
+        return await in_thread_if(takes_long, self._engine.ports, partial(frames.delta, chunk))
+
+    async def _send(self, body: Body, piece: bytes, *, is_last: bool = False) -> None:
+        with self._kept.keeping(len(piece)):
+            await body.send(piece, is_last=is_last)
 
 
 class _Sink:
-    """Sends text in the step in which it comes, while the socket takes it: no task is woken for a token."""
+    """Sends text in the step in which it comes, while the socket takes it: no task is woken for a token.
 
-    __slots__ = ("_body", "_frames", "_generation", "_reads_text_only")
+    A backlog with many log-probabilities is left to the reading task, and so is all else while that renders.
+    """
 
-    def __init__(self, generation: Generation, frames: Frames, body: Body) -> None:
+    __slots__ = ("_body", "_frames", "_generation", "_is_paused", "_kept", "_num_declined", "most_tokens")
+
+    def __init__(
+        self, generation: Generation, frames: Frames, body: Body, kept: ResponseBytes, most_tokens: int
+    ) -> None:
+        """`most_tokens` is the number of tokens whose log-probabilities may be rendered here."""
+        self.most_tokens = most_tokens
         self._generation = generation
-        self._reads_text_only = frames.reads_text_only
         self._frames = frames
         self._body = body
+        self._kept = kept
+        self._is_paused = False
+        self._num_declined = 0  # steps since the reading task has read: each has brought a token, or none
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Take nothing within the block, which begins when the reading task has read."""
+        self._is_paused, self._num_declined = True, 0
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def take_and_send(self) -> bool:
         """Send the unread text; False if it has to wait for the reading task."""
-        if not self._body.can_send_now:
+        if self._is_paused or not self._body.can_send_now:
+            self._num_declined += 1
             return False
         frames, generation = self._frames, self._generation
-        delta = (
-            frames.text(generation.read_text_nowait())
-            if self._reads_text_only
-            else frames.delta(generation.read_nowait())
-        )
+        if frames.reads_text_only:
+            delta = frames.text(generation.read_text_nowait())
+        elif self._num_declined + frames.num_unshown > self.most_tokens:
+            return False
+        else:
+            chunk = generation.read_nowait()
+            self._kept.add(size_of_logprobs(chunk))
+            delta = frames.delta(chunk)
         if delta:
             self._body.send_now(delta)
         return True

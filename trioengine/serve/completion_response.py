@@ -6,11 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii  # json.dumps of a string, without its set-up
-from typing import Any
+from typing import Any, cast
 
 from trioengine.core.types import Chunk, Completion, PromptLogprobs, Usage
 from trioengine.serve.completion_logprobs import CompletionLogprobs, PromptText, TokenLists, joined
 from trioengine.serve.ids import new_id, unix_time
+from trioengine.serve.json_encoder import encode, encoded, encoded_list
 from trioengine.serve.shown import Result, Shown, running_usage, timings_json, usage_json
 from trioengine.text.tokenizer import Tokenizer
 
@@ -37,7 +38,8 @@ class CompletionShape:
 
     def whole(self, results: Sequence[Result], usage: Usage) -> bytes:
         choices = [self._choice(index, *result) for index, result in enumerate(results)]
-        return json.dumps(self._ending(choices, usage, [result.completion for result in results])).encode()
+        ending = self._ending(choices, usage, [result.completion for result in results])
+        return encode({**ending, "model": encoded(self.model)})
 
     def last_frame(self, usage: Usage, completions: Sequence[Completion]) -> bytes:
         """Render the event without choices that has the usage and the timings; b"" if neither is asked for."""
@@ -71,10 +73,10 @@ class CompletionShape:
         prompt = self.echoed(index)
         choice = {
             "index": index,
-            "text": completion.text if prompt is None else prompt.text + completion.text,
-            "logprobs": self._all_logprobs(index, completion, prompt_token_ids),
+            "text": encoded(completion.text if prompt is None else prompt.text + completion.text),
+            "logprobs": _encoded_lists(self._all_logprobs(index, completion, prompt_token_ids)),
             "finish_reason": completion.finish_reason.value,
-            "stop_reason": completion.stop_reason,
+            "stop_reason": encoded(completion.stop_reason),
         }
         ids = {"token_ids": completion.token_ids, "prompt_token_ids": prompt_token_ids}
         return {**choice, **ids} if self.shown.token_ids else choice
@@ -103,6 +105,7 @@ class CompletionFrames:
         "_unshown_prompt",
         "reads_text_only",
     )
+    num_unshown = 0  # all log-probabilities are shown at once
 
     def __init__(self, shape: CompletionShape, index: int) -> None:
         self._shown = shape.shown
@@ -158,17 +161,22 @@ class CompletionFrames:
         completion: Completion | None = None,
     ) -> bytes:
         """Render an event; the last one has the `completion`."""
-        choice: dict[str, Any] = {"logprobs": logprobs, "finish_reason": None}
+        choice: dict[str, Any] = {"logprobs": _encoded_lists(logprobs), "finish_reason": None}
         if completion is not None:
-            choice |= {"finish_reason": completion.finish_reason.value, "stop_reason": completion.stop_reason}
+            reason, stop_reason = completion.finish_reason.value, encoded(completion.stop_reason)
+            choice |= {"finish_reason": reason, "stop_reason": stop_reason}
         if self._shown.token_ids:
             choice["token_ids"] = token_ids
         if self._unshown_prompt is not None:
             choice["prompt_token_ids"], self._unshown_prompt = self._unshown_prompt, None
-        usage = ""
+        usage = b""
         if self._shown.running_usage:
-            usage = f', "usage": {json.dumps(running_usage(len(self._prompt_token_ids), self._num_tokens))}'
+            usage = b', "usage": ' + encode(running_usage(len(self._prompt_token_ids), self._num_tokens))
         elif self._shown.usage:
-            usage = ', "usage": null'
-        shown = f"{encode_basestring_ascii(text)}, {json.dumps(choice)[1:]}]{usage}}}\n\n"
-        return self._before + shown.encode()
+            usage = b', "usage": null'
+        shown = encode_basestring_ascii(text).encode()
+        return b"".join([self._before, shown, b", ", encode(choice)[1:], b"]", usage, b"}\n\n"])
+
+
+def _encoded_lists(lists: TokenLists | None) -> dict[str, Any] | None:
+    return None if lists is None else {name: encoded_list(cast("list[object]", items)) for name, items in lists.items()}

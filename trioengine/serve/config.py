@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from trioengine.core.checks import MAX_COUNT, integer, is_key, number
+from trioengine.core.checks import MAX_COUNT, integer, is_key, number, path
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.wording import brief
@@ -33,8 +34,9 @@ _INTEGERS = {
     "max_buffered_bytes": (1, MAX_BYTES),
     "max_buffered_bytes_per_key": (1, MAX_BYTES),
 }
-_HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
+_HOST_NAME = re.compile(r"[A-Za-z0-9._-]+")
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
+_PATHS = {"weights_dir": "a directory", "ssl_certfile": "a file", "ssl_keyfile": "a file"}
 _OPTIONAL = ("max_body_size", "max_message_size")
 _SECONDS = ("handshake_timeout", "body_timeout", "idle_timeout", "client_ping_interval", "send_timeout")
 
@@ -81,7 +83,7 @@ class ServeConfig(ConnectionLimits):
     api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # any of them will do
     admin_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # for operators; valid on all routes
     allowed_origin: tuple[str, ...] = ()  # web pages of other sites that may ask, as https://example.com
-    allowed_host: tuple[str, ...] = ()  # names that a Host header may have, without a port; empty: see `Origins`
+    allowed_host: tuple[str, ...] = ()  # names and addresses that a Host header may have; empty: see `Origins`
     root_path: str = ""  # a prefix under which a proxy serves the routes, as /llm
     ssl_certfile: str | None = None  # a certificate chain in PEM: the port speaks TLS
     ssl_keyfile: str | None = None  # its key; None: in the same file
@@ -92,18 +94,19 @@ class ServeConfig(ConnectionLimits):
     insecure: bool = False  # serve all clients of all machines, without any key
     shutdown_timeout: float = 30.0  # that requests have after the first SIGTERM or SIGINT
     max_connections: int = 4096  # at a time; one that waits makes room for more, or they are answered with 503
-    max_sessions_per_key: int = 64  # WebSockets and requests of a key at a time; more are answered with 429
+    max_sessions_per_key: int = 64  # WebSockets and choices of a key at a time; more are answered with 429
     max_buffered_bytes: int = 1 << 30  # of bodies and of WebSocket connections; more are answered with 503
     max_buffered_bytes_per_key: int = 256 << 20  # the same of one key; more are answered with 429
 
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host:
             raise InvalidConfig.of("host", f"must be a name or an address, got {brief(self.host)}")
-        kinds = {"served_model_name": "a name", "weights_dir": "a directory", "ssl_certfile": "a file"}
-        for field, kind in (kinds | {"ssl_keyfile": "a file"}).items():
-            name = getattr(self, field)
-            if name is not None and not (isinstance(name, str) and name):
-                raise InvalidConfig.of(field, f"must be {kind}, got {brief(name)}")
+        name = self.served_model_name
+        if name is not None and not (isinstance(name, str) and name):
+            raise InvalidConfig.of("served_model_name", f"must be a name, got {brief(name)}")
+        for field, kind in _PATHS.items():
+            if getattr(self, field) is not None:
+                self._validate(field, path, kind)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             message = "ssl_keyfile is the key of an ssl_certfile: give both"
             raise InvalidConfig(message, fields=("ssl_keyfile", "ssl_certfile"))
@@ -145,7 +148,7 @@ class ServeConfig(ConnectionLimits):
             message = f"insecure serves all clients without a key, and {keys[0]} is set: give one of them"
             raise InvalidConfig(message, fields=("insecure", keys[0]))
 
-    def _validate(self, name: str, check: Callable[..., object], *bounds: int) -> None:
+    def _validate(self, name: str, check: Callable[..., object], *bounds: int | str) -> None:
         try:
             object.__setattr__(self, name, check(getattr(self, name), *bounds))
         except ValueError as exc:
@@ -164,8 +167,15 @@ class ServeConfig(ConnectionLimits):
 
 
 def _is_host(value: object) -> bool:
-    """A name or an address, as it stands in a Host header without port and brackets."""
-    return isinstance(value, str) and _HOST.fullmatch(value) is not None
+    """A name or an address without a port; an IPv6 address may stand in brackets, as in a Host header."""
+    if not isinstance(value, str):
+        return False
+    is_bracketed = value.startswith("[") and value.endswith("]")
+    address = value[1:-1] if is_bracketed else value
+    try:
+        return "%" not in address and bool(ipaddress.IPv6Address(address))
+    except ValueError:
+        return _HOST_NAME.fullmatch(value) is not None
 
 
 def _is_origin(value: object) -> bool:

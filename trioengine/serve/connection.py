@@ -231,7 +231,7 @@ class ConnectionHandler:
             if request.wants_websocket and request.path == REALTIME:
                 await self._serve_websocket(connection, request, held, caller.cache_salt)
                 return False
-            request = dataclasses.replace(request, cache_salt=caller.cache_salt)
+            request = dataclasses.replace(request, cache_salt=caller.cache_salt, sessions=caller.sessions)
             found = preflight or find_handler(self._routes, request)
             return await self._exchange(connection, request, found, held)
 

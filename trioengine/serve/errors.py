@@ -66,7 +66,7 @@ class ClientError(Exception):
 
 
 class OverBudget(ClientError):
-    """Refuses more bytes of a client; `status` is for an HTTP response."""
+    """Refuses more bytes or sessions of a client; `status` is for an HTTP response."""
 
     def __init__(self, status: int, problem: Problem) -> None:
         super().__init__(problem.code, problem.message)

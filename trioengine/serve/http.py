@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from trioengine.serve.body import Body
 from trioengine.serve.errors import INVALID_REQUEST, Problem, problem_of, status_of
+from trioengine.serve.key_sessions import SessionShare
 from trioengine.serve.limits import Held
 
 Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]  # names in lower case, and values
@@ -48,6 +49,7 @@ class HttpRequest:
     http_version: bytes = b"1.1"
     cache_salt: bytes = field(default=b"", repr=False)  # of its key
     held: Held | None = field(default=None, repr=False)  # accounts for the bytes of its body
+    sessions: SessionShare | None = field(default=None, repr=False)  # of its key
 
     def header(self, name: bytes) -> bytes | None:
         """Return the first value of a header."""

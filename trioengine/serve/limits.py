@@ -5,8 +5,9 @@ One that lingers (it has sent its last response, and is closed when its client h
 others. One whose request is being handled, or that is a WebSocket, keeps its slot.
 
 The bytes that the server keeps for clients are counted for the process and for each key: bodies of requests, from the
-first byte until the engine has the prompt, and of each WebSocket connection the messages on their way and unhandled,
-its conversation, instructions and tools, the input of its responses, and unsent events.
+first byte until the engine has the prompt, long responses with token ids, log-probabilities or an echo (see
+`response_bytes`), and of each WebSocket connection the messages on their way and unhandled, its conversation,
+instructions and tools, the input of its responses, and unsent events.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from trioengine.serve.routes import BELOW, Operation, Routes, get, post
 from trioengine.serve.unknown_fields import UnknownFields
 from trioengine.text.conversation import Prompt, check_length
 from trioengine.text.prompt_end import OPTIONS
+from trioengine.text.tool_calls import ToolForm
 
 MODELS = "/v1/models"
 T = TypeVar("T", TokenizeRequest, DetokenizeRequest)
@@ -47,9 +48,11 @@ _DETOKENIZE = Operation(
 )
 
 
-def model_routes(engine: Engine, model: str, unknown_fields: UnknownFields) -> Routes:
-    """Return the routes of the model and its tokenizer."""
-    models, tokenization = Models(engine, model), Tokenization(engine, model, unknown_fields)
+def model_routes(
+    engine: Engine, model: str, unknown_fields: UnknownFields, tool_form: ToolForm | None = None
+) -> Routes:
+    """Return the routes of the model and its tokenizer; `tool_form` as in ChatCompletions."""
+    models, tokenization = Models(engine, model), Tokenization(engine, model, unknown_fields, tool_form)
     return {
         MODELS: get(models.list, _LIST),
         f"{MODELS}/{BELOW}": get(models.retrieve, _RETRIEVE),
@@ -92,10 +95,11 @@ class Models:
 class Tokenization:
     """Handlers that tokenize texts or messages, and decode token ids."""
 
-    def __init__(self, engine: Engine, model: str, unknown_fields: UnknownFields) -> None:
+    def __init__(self, engine: Engine, model: str, unknown_fields: UnknownFields, tool_form: ToolForm | None) -> None:
         self._engine = engine
         self._model = model
         self._unknown_fields = unknown_fields
+        self._tool_form = tool_form
 
     async def tokenize(self, request: HttpRequest) -> HttpResponse:
         return await self._run(request, TokenizeRequest, self._tokenize)
@@ -152,7 +156,8 @@ class Tokenization:
         if given.messages is None:
             message = "give a prompt, or messages: a list of at least one"
             raise ClientError("missing_parameter", message, param="messages")
-        messages = engine_messages(given.messages, ServedModel(self._model, _NO_IMAGES))
+        model = ServedModel.of(self._engine, self._model, self._tool_form)
+        messages = engine_messages(given.messages, replace(model, image_refusal=_NO_IMAGES))
         self._check_length(messages, "messages")
         if given.add_special_tokens:
             message = "add_special_tokens is for prompt: the chat template has messages' own"

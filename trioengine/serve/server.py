@@ -132,7 +132,7 @@ class Server:
             **plain_routes(engine, self.metrics),
             "/v1/chat/completions": post(chat, CHAT_COMPLETIONS),
             "/v1/completions": post(completions, COMPLETIONS),
-            **model_routes(engine, model, unknown_fields),
+            **model_routes(engine, model, unknown_fields, self._tool_form),
             **admin_routes(engine, self.in_flight, self.config.weights_dir),
         }
         return {

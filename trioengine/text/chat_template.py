@@ -99,9 +99,16 @@ class ChatTemplate:
         tool = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {}}}
         return _PROBE in self._probe("", {"tools": [tool]})
 
-    def _probe(self, content: Any, variables: Mapping[str, Any] = NO_VARIABLES) -> str:
-        """Render one message with this content; "" if the template refuses it."""
-        messages = [{"role": "user", "content": content}]
+    def prints_calls(self) -> bool:
+        """Return whether the template prints the names and the arguments of an assistant's tool calls."""
+        function = {"name": _PROBE, "arguments": {_PROBE: _PROBE}}
+        calls = [{"type": "function", "id": "000000000", "function": function}]  # an id as Mistral's templates want it
+        rendering = self._probe("", {}, {"role": "assistant", "content": "", "tool_calls": calls})
+        return rendering.count(_PROBE) >= 3
+
+    def _probe(self, content: Any, variables: Mapping[str, Any] = NO_VARIABLES, *others: Mapping[str, Any]) -> str:
+        """Render a user's message with this content, and the others; "" if the template refuses them."""
+        messages = [{"role": "user", "content": content}, *others]
         try:
             return self.render(messages, add_generation_prompt=False, variables=variables)
         except RequestRejected:

@@ -32,7 +32,8 @@ class ChatTokenizer:
     """The public `engine.tokenizer`. Safe for threads.
 
     `images` is the preprocessing of images, None for a model of texts only. `image_refusal` is the reason, naming the
-    `model`, why images are refused; it is empty if they are accepted. `takes_tools`: the template prints tools.
+    `model`, why images are refused; it is empty if they are accepted. `takes_tools`: the template prints tools;
+    `prints_calls`: it prints an assistant's tool calls.
     `template_source` is empty without a template.
     """
 
@@ -51,6 +52,7 @@ class ChatTokenizer:
         self.image_refusal = _image_refusal(template, images, model)
         self._template = template
         self.takes_tools = template is not None and template.prints_tools()
+        self.prints_calls = template is not None and template.prints_calls()
         self.template_source = "" if template is None else template.source
         self._takes_parts_only = template is not None and template.takes_parts_only()
         self._specials = sorted(tokenizer.special_tokens, key=len, reverse=True)

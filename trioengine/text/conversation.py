@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeGuard, cast
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 from trioengine.core.checks import kind_of
 from trioengine.core.errors import RequestRejected
@@ -30,8 +30,8 @@ from trioengine.text.prompt_end import OPTIONS, PromptEnd, with_answer
 
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 
-_MESSAGE = 16  # a message without its content costs as much to prepare as this many characters
-_IMAGE = 1 << 13  # and an image as much as this many: the text of its tokens
+_MAX_VALUES = 10_000  # that are measured; more are much work in any case
+_IMAGE = 1 << 13  # an image costs as much to prepare as this many characters: the text of its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,11 +269,11 @@ def newest_turn(prompt: Prompt) -> Prompt:
 
 
 def _length(prompt: Prompt) -> int:
-    """Return the characters of a text or of messages, with an equivalent for images, or the number of token ids."""
+    """Return the characters of a text, the size of messages (an image has an equivalent), or the number of ids."""
     if not _is_chat(prompt):
         return len(prompt)
     num_images = sum(1 for _ in image_parts(_mappings(prompt)))
-    return len(prompt) * _MESSAGE + _contents_length(prompt) + num_images * _IMAGE
+    return sum(_measure([*prompt])) + num_images * _IMAGE
 
 
 def _least_tokens(prompt: Prompt, tokenizer: ChatTokenizer) -> int:
@@ -281,7 +281,10 @@ def _least_tokens(prompt: Prompt, tokenizer: ChatTokenizer) -> int:
     if isinstance(prompt, str):
         return len(prompt) // tokenizer.tokenizer.max_token_bytes
     if _is_chat(prompt):  # each message takes a token at least
-        num_text_tokens = _contents_length(prompt) // tokenizer.tokenizer.max_token_bytes
+        num_characters = _contents_length(prompt)
+        if tokenizer.prints_calls:
+            num_characters += _measure(list(_printed_calls(prompt))).num_characters
+        num_text_tokens = num_characters // tokenizer.tokenizer.max_token_bytes
         return max(len(prompt), num_text_tokens + _num_image_tokens(prompt, tokenizer))
     return len(prompt)
 
@@ -304,6 +307,39 @@ def _mappings(prompt: Sequence[Message]) -> Iterator[Message]:
 def _contents_length(prompt: Sequence[Message]) -> int:
     """Return the number of characters in the texts of all contents."""
     return sum(_content_length(entry.get("content")) for entry in _mappings(prompt))
+
+
+class _Measure(NamedTuple):
+    """The size of values: the characters of their strings, and the number of values in them."""
+
+    num_characters: int
+    num_values: int
+
+
+def _measure(values: list[Any]) -> _Measure:
+    """Measure values that are not checked yet, up to a number of values. Takes over the list."""
+    num_characters = num_values = 0
+    while values and num_values < _MAX_VALUES:
+        value = values.pop()
+        num_values += 1
+        if isinstance(value, str):
+            num_characters += len(value)
+        elif isinstance(value, Mapping):
+            values += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            values += value
+    return _Measure(num_characters, num_values)
+
+
+def _printed_calls(prompt: Sequence[Message]) -> Iterator[object]:
+    """Yield the names and the arguments of the calls that a template prints which prints calls."""
+    for entry in _mappings(prompt):
+        calls = entry.get("tool_calls") if entry.get("role") == "assistant" else None
+        for call in calls if isinstance(calls, list | tuple) else ():
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if isinstance(function, Mapping) and isinstance(function.get("arguments"), Mapping):
+                yield function.get("name")
+                yield function["arguments"]
 
 
 def _content_length(content: object) -> int:

@@ -6,7 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from trioengine.text.tool_calls import Part, ToolCallParser, ToolForm, overlap
+from trioengine.text.stop_strings import overlap
+from trioengine.text.tool_calls import HERMES, Part, ToolCallParser, ToolForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class ReasoningForm:
 
 _THINK = ReasoningForm("<think>", "</think>")
 REASONING_FORMS = {"deepseek_r1": _THINK, "qwen3": _THINK}
+ANSWER_TAGS = frozenset({_THINK.begin, _THINK.end, HERMES.begin.strip(), HERMES.end.strip()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from trioengine.core.checks import MAX_COUNT
 from trioengine.core.errors import ModelError
 from trioengine.core.types import TokenIds, token_ids
 from trioengine.core.wording import brief, excerpt
+from trioengine.text.reasoning import ANSWER_TAGS
 
 _TOKENS, _MERGES, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"
 GGUF_ARRAYS = frozenset({_TOKENS, _MERGES, _TYPES})  # arrays of a GGUF file's metadata that `from_gguf` needs decoded
@@ -43,11 +44,14 @@ class Tokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self.special_tokens: dict[str, int] = {token.content: id for id, token in added.items() if token.special}
         self.special_ids = frozenset(self.special_tokens.values())
+        tags = self.special_tokens.keys() & ANSWER_TAGS
+        self._has_tags = bool(tags)
+        self._skipped_ids = self.special_ids - {self.special_tokens[tag] for tag in tags}
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = min(max(vocabulary.values(), default=-1) + 1, vocab_size)
         # at least the UTF-8 length of the text of every token
         self.max_token_bytes = max((len(token.encode()) for token in vocabulary), default=1)
-        # the bytes of each token by id, b"" for unknown ids; in `ordinary_bytes` also for special tokens
+        # the bytes of each token by id, b"" for unknown ids; in `ordinary_bytes` also for special tokens but tags
         self.token_bytes, self.ordinary_bytes = self._byte_tables(vocabulary)
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
@@ -114,8 +118,13 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of token ids; bytes that are not UTF-8 become U+FFFD.
+
+        The tags of reasoning and tool calls are text, also where the tokenizer marks them as special tokens.
+        """
         given = list(ids)
+        if skip_special_tokens and self._has_tags:
+            given, skip_special_tokens = [id for id in given if id not in self._skipped_ids], False
         if len(given) > _LONG:
             return str(self._tokenizer.decode_batch([given], skip_special_tokens=skip_special_tokens)[0])
         return str(self._tokenizer.decode(given, skip_special_tokens=skip_special_tokens))
@@ -152,7 +161,7 @@ class Tokenizer:
         if not self.is_byte_level:
             return ByteTable(), ByteTable()
         table = {id: _to_bytes(token) for token, id in vocabulary.items() if id < self.vocab_size}
-        return ByteTable(table), ByteTable({**table, **dict.fromkeys(self.special_ids & table.keys(), b"")})
+        return ByteTable(table), ByteTable({**table, **dict.fromkeys(self._skipped_ids & table.keys(), b"")})
 
 
 class ByteTable(dict[int, bytes]):

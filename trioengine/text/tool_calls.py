@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from trioengine.core.grammar import Grammar
+from trioengine.text.stop_strings import overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +260,6 @@ def _arguments(call: Any) -> str | None:
         return None
     arguments = call.get("arguments", call.get("parameters", {}))
     return json.dumps(arguments) if isinstance(arguments, dict) else None
-
-
-def overlap(text: str, tag: str) -> int:
-    """Return the length of the longest end of the text with which the tag begins."""
-    return next((count for count in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-count:])), 0)
 
 
 class _JsonValue:
