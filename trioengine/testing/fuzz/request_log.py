@@ -23,20 +23,22 @@ FOR_A_REQUEST = ("queue", "loading", "restarting", "draining")
 FOR_AN_AUDIT = tuple(power.value for power in Power)  # without a worker
 
 
-def check_overloaded(error: EngineOverloaded, engine: Engine, codes: tuple[str, ...]) -> None:
-    """The error is true: slots of its kind are taken, or the worker is missing; its code is one of these."""
+def check_overloaded(error: EngineOverloaded, engine: Engine, codes: tuple[str, ...], needed: int = 1) -> None:
+    """The error is true, and its code one of these: fewer slots are free than needed, or the worker is missing."""
     config, power = engine.config, inside.power(engine)
     assert error.code in codes, f"refused for {error.code}, which is not a reason here"
+    slots, taken = config.max_num_seqs + config.max_num_queued_reqs, inside.num_in_flight(engine)
     match error.code:
         case "sessions":
-            taken, slots = inside.num_sessions(engine), config.max_sessions
-            assert taken == slots, f"{taken} of {slots} session slots are taken, and {error!r}"
+            slots, taken = config.max_sessions, inside.num_sessions(engine)
         case "queue":
-            taken, slots = inside.num_in_flight(engine), config.max_num_seqs + config.max_num_queued_reqs
-            assert taken == slots, f"{taken} of {slots} slots are taken, and {error!r}"
+            pass
         case code:
             is_true = code == power.value and power is not Power.AWAKE
             assert is_true, f"the engine is {power.value}, and refuses for {code}"
+            return
+    free = slots - taken - inside.num_claimed(engine)
+    assert 0 <= free < needed, f"of {slots} slots {free} are free, {needed} are needed, and {error!r}"
 
 
 def check_refused(
@@ -79,6 +81,7 @@ class RequestLog(Observer):
         self.generations: list[Generation] = []
         self._by_task: dict[trio.lowlevel.Task, Generation] = {}
         self._admitted = admitted
+        self.num_claims_refused = 0  # each is one refusal
         self._num_entering = 0  # sessions, minus those that were opened
         self._refused: set[object] = set()  # requests without an outcome
         self._causes: dict[inside.Request, AbstractSet[Cause]] = {}  # of those that were aborted: the first ones
@@ -162,7 +165,7 @@ class RequestLog(Observer):
             ("received", len(outcomes), statistics.received),
             ("finish_reasons", {reason: reasons[reason] for reason in FinishReason}, statistics.finish_reasons),
             ("abort_causes", {cause: causes[cause] for cause in Cause}, statistics.abort_causes),
-            ("rejected", self._num_entering + len(self._refused), statistics.rejected),
+            ("rejected", self._num_entering + len(self._refused) + self.num_claims_refused, statistics.rejected),
         ):
             assert found == due, f"the books count {found} {name}, the callers got {due}"
 
@@ -183,6 +186,7 @@ class AdmissionLog(Observer):
         self._tickets = itertools.count()
         self._arrivals: dict[trio.lowlevel.Task, int] = {}
         self._is_serving = False
+        self.needed = 1  # slots that are to be taken at once
 
     def line_joined(self, line: object) -> None:
         self._arrivals[trio.lowlevel.current_task()] = next(self._tickets)
@@ -209,7 +213,8 @@ class AdmissionLog(Observer):
         """Complain unless the reason is true."""
         if isinstance(error, EngineOverloaded):
             try:
-                check_overloaded(error, self._engine, FOR_A_SESSION if slot is Slot.SESSION else FOR_A_REQUEST)
+                codes = FOR_A_SESSION if slot is Slot.SESSION else FOR_A_REQUEST
+                check_overloaded(error, self._engine, codes, self.needed)
             except AssertionError as exc:
                 self._crashes.append(exc)
 
