@@ -16,7 +16,7 @@ from trioengine.serve.config import ServeConfig
 from trioengine.serve.connection import BEYOND_TIMEOUT
 from trioengine.testing.fuzz import shapes
 from trioengine.testing.fuzz.conversations import check_seen, is_failed, is_refused
-from trioengine.testing.fuzz.faults import InjectedFaults, Life
+from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.fuzz.grammars import GRAMMARS
 from trioengine.testing.fuzz.http_answers import AnswerStream, Choice, check_logprobs, check_whole
 from trioengine.testing.fuzz.http_books import KEYS, SERVED_BEYOND, HttpBooks, Request
@@ -354,7 +354,8 @@ class HttpClient(SimulatedPeer):
         is_bad = has_bad_grammar or too_long or is_refused(code, ask.content) or self._is_failed(ask, code)
         assert is_bad or self._faults.excuse(code, exchange.life), f"nothing may fail by {error}"
         if code == "overloaded" and isinstance(ask.content, str):
-            assert status, f"an answer that has begun is refused: {error}"
+            may_wait = len(ask.prompts) > 1 and self._faults.hit(exchange.life, Harm.WORKERS, Harm.CLOSING)
+            assert status or may_wait, f"an answer that has begun is refused: {error}"
             if status == 429:
                 counts = re.match(r"n: (\d+) choices need \1 ", error["message"])
                 needs = 1 if counts is None else int(counts[1])
@@ -382,8 +383,8 @@ class HttpClient(SimulatedPeer):
         if ask.use is not None and ask.use.is_forced and wanted == "tool_calls":
             ask.use.check(parts.calls)
         if ask.grammar and ask.stop is None and wanted == "stop":
-            is_whole = GRAMMARS[ask.grammar].is_complete(given.text)
-            assert is_whole, f"{given.text!r} has ended, and is not complete by its grammar"
+            is_whole = GRAMMARS[ask.grammar].is_complete(parts.text)
+            assert is_whole, f"{parts.text!r} has ended, and is not complete by its grammar"
         if ask.top_logprobs is not None:
             check_logprobs(given.logprobs, form, prompt, expected.token_ids)
         if ask.shows_ids:

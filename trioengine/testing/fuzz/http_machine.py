@@ -46,6 +46,7 @@ SEEDS = st.sampled_from((None, 7, 2**63 - 1))
 RAW_PROMPTS: Mapping[str, tuple[str | tuple[int, ...], ...]] = {  # of text completions: texts, or token ids
     "text": ("be",),
     "texts": ("be", "a", "be"),
+    "chunk and token": ("be" * 4 + "a",),  # its log-probabilities are whole before the first token of the answer
     "common prefix": ("be" * 4, "be" * 4 + "a"),
     "too long": ("a", "be" * 60),
     "ids": ((98, 258, 101),),
@@ -154,6 +155,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         top_logprobs=st.sampled_from((None, None, 0, 2)),
         choices=st.sampled_from((1, 1, 2)),
         seed=SEEDS,
+        grammar=st.sampled_from(("", "", "", *NAMES)),
         streams=st.booleans(),
         shows_ids=st.sampled_from((False, False, True)),
         rounds=st.sampled_from((0, 0, 6, 9, 20)),
@@ -167,13 +169,15 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         top_logprobs: int | None,
         choices: int,
         seed: int | None,
+        grammar: str,
         streams: bool,
         shows_ids: bool,
         rounds: int,
     ) -> None:
         """A text completion. Without a token to come, the prompts are echoed, and scored prompts have one choice."""
         ask = Ask("", max_tokens, streams, top_logprobs=top_logprobs, has_usage=True, seed=seed, shows_ids=shows_ids)
-        ask = replace(ask, prompts=RAW_PROMPTS[prompts], echo=echo or not max_tokens)
+        grammar = "" if grammar == "object" else grammar  # it is in a field of chats
+        ask = replace(ask, prompts=RAW_PROMPTS[prompts], echo=echo or not max_tokens, grammar=grammar)
         pick(self.speakers, which).ask(replace(ask, n=1 if ask.is_scored else choices))
         if rounds:
             self._flow(rounds)
@@ -205,6 +209,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         stop=st.sampled_from((None, None, "e")),
         min_tokens=st.sampled_from((0, 0, 9)),
         max_tokens=st.sampled_from((40, 12)),
+        choices=st.sampled_from((1, 1, 2)),
         rounds=st.sampled_from((0, 0, 6, 9, 20)),
     )
     def ask_by_grammar(
@@ -215,10 +220,11 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         stop: str | None,
         min_tokens: int,
         max_tokens: int,
+        choices: int,
         rounds: int,
     ) -> None:
         """A request for an answer that follows a grammar."""
-        pick(self.speakers, which).ask(Ask("be", max_tokens, streams, stop, min_tokens, grammar=grammar))
+        pick(self.speakers, which).ask(Ask("be", max_tokens, streams, stop, min_tokens, grammar=grammar, n=choices))
         if rounds:
             self._flow(rounds)
 
@@ -424,6 +430,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         phases = Phase.PREPARING, Phase.RUNNING
         going = [session for session in inside.sessions(self.engine) if inside.phase(session) in phases]
         asking = [client for client in self.clients if client.peer_state is not PeerState.GONE and client.is_active]
+        self.requests.check_choices(going)
         most = sum(max(exchange.num_choices for exchange in client.exchanges) for client in asking)
         assert len(going) <= most, f"{going} go on for {len(asking)} clients"
 

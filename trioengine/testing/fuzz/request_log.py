@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 import trio
@@ -89,6 +90,17 @@ class RequestLog(Observer):
     def latest_of(self, task: trio.lowlevel.Task | None) -> Generation | None:
         """The last request that a task has made."""
         return None if task is None else self._by_task.get(task)
+
+    def check_choices(self, going: Sequence[inside.SessionActor]) -> None:
+        """No task can run: no choice of a request goes on when another one, which has its label, has failed."""
+        of_going = {_request_of(session.label) for session in going} - {None}
+        for generation in self.generations if of_going else ():
+            label = inside.session_of(generation).label
+            outcome = generation.outcome
+            has_failed = inside.record(generation) in self._refused if outcome is None else not outcome.is_complete
+            assert not has_failed or _request_of(label) not in of_going, (
+                f"{label} has failed, and others go on: {going}"
+            )
 
     # ---- the first cause of an abort, which counts ------------------------------------------------------------------
 
@@ -174,6 +186,12 @@ class RequestLog(Observer):
         """Requests that were aborted because the engine ends."""
         outcomes = (generation.outcome for generation in self.generations)
         return sum(outcome is not None and outcome.cause is Cause.SHUTDOWN for outcome in outcomes)
+
+
+def _request_of(label: str | None) -> str | None:
+    """The part of a label that all choices of a request have; None without several choices."""
+    found = None if label is None else re.fullmatch(r"(\w+-\w+)-\d+", label)
+    return None if found is None else found[1]
 
 
 class AdmissionLog(Observer):
