@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import string
 
+from choice_mutants import CHOICE_MUTANTS
 from client_mutants import CLIENT_MUTANTS
 from gate_mutants import GATE_MUTANTS
 from grammar_mutants import GRAMMAR_MUTANTS
@@ -36,6 +37,7 @@ _AROUND_IT = (
     *TEXT_MUTANTS,
     *CLIENT_MUTANTS,
     *GRAMMAR_MUTANTS,
+    *CHOICE_MUTANTS,
 )
 _ALL = (*_OF_THE_ENGINE, *_AROUND_IT)
 MUTANTS: dict[str, Mutant] = {mutant.id: mutant for mutant in sorted(_ALL, key=_row)}

@@ -116,6 +116,19 @@ async def test_one_that_fails_ends_all(autojump_clock, clients):
     await clients.everything_is_given_back()
 
 
+@pytest.mark.parametrize("slots", [{"max_sessions": 2}, {"max_num_seqs": 1, "max_num_queued_reqs": 0}])
+async def test_a_sleep_ends_prompts_that_wait(autojump_clock, slots):
+    """The error is that of an abort, also if a prompt that waits for a slot is the first to get it."""
+    async with open_clients(EngineConfig(model="toy", **slots)) as clients:
+        async with clients.connect() as client:
+            await client.send("POST", PATH, {**FIELDS, "prompt": ["a", "b", "c"], "max_tokens": 400})
+            await first_token(clients.engine)
+            await clients.engine.sleep(mode="abort")
+            answer = await client.answer()
+        assert (answer.status, answer.error["code"]) == (503, "sleep")
+        await clients.everything_is_given_back()
+
+
 REFUSED = [
     ({"prompt": [[3], [4], [1] * 600], "stream": True}, "context_length_exceeded", "prompt[2]"),
     ({"prompt": ["a", ""]}, "empty_prompt", "prompt[1]"),

@@ -9,7 +9,8 @@ from tokenizers import Tokenizer as RawTokenizer
 from trioengine import ModelError, RequestRejected
 from trioengine.core.types import token_ids
 from trioengine.testing import toy_model
-from trioengine.testing.toy_model import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START
+from trioengine.testing.toy_model import END_OF_TEXT, IM_END, IM_START
+from trioengine.testing.toy_template import CHAT_TEMPLATE
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Conversation, check_length, newest_turn

@@ -20,7 +20,7 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session, further_choice
 from trioengine.core.checks import MAX_INT64
-from trioengine.core.errors import EngineError, RequestRejected
+from trioengine.core.errors import EngineError, RequestRejected, SessionEnded
 from trioengine.core.sampling_params import SamplingParams, replace_valid
 from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Usage
 from trioengine.serve.access_log import REQUEST_ID, SESSION
@@ -278,6 +278,8 @@ class Choices(abc.ABC):
                             await self._send_all(choice, body)
         except RequestRejected as exc:
             raise in_fields(exc, self._names) from None
+        except SessionEnded as exc:  # while it waited for a slot
+            raise RequestAborted(Cause(exc.cause)) from None
 
     def _on_admitted(self, choice: Choice) -> None:
         choice.admitted.set()

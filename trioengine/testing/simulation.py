@@ -72,6 +72,7 @@ class Simulation:
         self.failing_seals: list[SealFailure] = []
         self.num_failed_seals = 0
         self.observers: list[WorkerObserver] = []  # of all workers
+        self.prints_tools = False  # the chat template
         self.unpreparable: str | None = None  # prompts that contain this text cannot be tokenized
         self.poisoned: dict[int, int] = {}  # requests that kill each worker, and how many tokens they get before
         self._thread_threshold = thread_threshold
@@ -133,7 +134,13 @@ class Simulation:
 
     def _read_model(self, path: Path) -> ModelInfo:
         images = self.limits.tile is not None
-        return read_toy_model(path, self.limits.max_model_len, images=images, unpreparable=self.unpreparable)
+        return read_toy_model(
+            path,
+            self.limits.max_model_len,
+            images=images,
+            prints_tools=self.prints_tools,
+            unpreparable=self.unpreparable,
+        )
 
     def _seal(self, chunks: Iterable[BytesLike]) -> SimulatedMemfd:
         if self.failing_seals:

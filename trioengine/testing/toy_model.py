@@ -17,10 +17,12 @@ from trioengine.core.grammar import Grammar, GrammarFailed
 from trioengine.core.image import ImageInfo, ImageProcessing
 from trioengine.core.messages import INVALID_GRAMMAR, SAMPLING_FAILED, TokensRow
 from trioengine.core.power import ALL_TAGS, Tag
+from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import TokenIds
 from trioengine.hub.model_info import ModelFormat, ModelInfo
 from trioengine.testing.step_watch import StepWatch
 from trioengine.testing.toy_grammar import ToyFollower, toy_allowed
+from trioengine.testing.toy_template import toy_template
 from trioengine.testing.toy_tokenizer import END_OF_TEXT as END_OF_TEXT
 from trioengine.testing.toy_tokenizer import IM_END as IM_END
 from trioengine.testing.toy_tokenizer import IM_START as IM_START
@@ -152,17 +154,8 @@ def toy_embeddings(images: Iterable[ToyImage], num_tokens: int, weights: int) ->
 
 
 TOY_PATH = "toy"  # of the weights that a reference has where none are named
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-IMAGE_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz     "
+GREEDY_UP_TO = 1.0  # the temperature; the tokens of hotter requests depend on their seeds
 _END_EVERY = 24  # one token in so many ends the answer
 
 
@@ -176,9 +169,9 @@ def toy_value(token_id: int, before: int) -> int:
     return zlib.crc32(token_id.to_bytes(4, "little"), before)
 
 
-def toy_next(values: array[int]) -> int:
-    """The token after a history, given the values of its tokens in the KV cache."""
-    digest = zlib.crc32(values.tobytes())
+def toy_next(values: array[int], seed: int = 0) -> int:
+    """The token after a history, given the values of its tokens in the KV cache; 0 stands for a greedy one."""
+    digest = zlib.crc32(values.tobytes(), seed & 0xFFFFFFFF)
     if digest % _END_EVERY == 0:
         return IM_END
     return _LETTERS[(digest >> 8) % len(_LETTERS)]
@@ -195,8 +188,9 @@ def toy_answer(
     grammar: Grammar | None = None,
     unwanted: Container[int] = (),
     min_tokens: int = 0,
+    seed: int = 0,
 ) -> list[int]:
-    """The reference: the toy model's answer with these weights, the end token included.
+    """The reference: the toy model's answer with these weights, the end token included; a `seed` is for hot answers.
 
     It ends where it is complete by the grammar; in its first `min_tokens` tokens it avoids the `unwanted` ones.
     """
@@ -207,7 +201,7 @@ def toy_answer(
     for position, token_id in enumerate(prompt):
         values.append(toy_value(embedded.get(position, token_id), values[-1] if values else weights))
     while len(answer) < max_tokens and (ignore_eos or not answer or answer[-1] != IM_END):
-        token_id = toy_next(values)
+        token_id = toy_next(values, seed)
         if follower is not None:
             token_id = follower.take(token_id, unwanted if len(answer) < min_tokens else ())
         answer.append(token_id)
@@ -225,6 +219,11 @@ def toy_logprobs(token_id: int, top: int) -> dict[int, float]:
 def toy_prompt_logprobs(token_ids: Iterable[int], top: int) -> list[dict[int, float]]:
     """The reference: the logprobs of a prompt's tokens but the first one."""
     return [toy_logprobs(token_id, top) for token_id in list(token_ids)[1:]]
+
+
+def _seed_of(params: SamplingParams) -> int:
+    """The seed on which the tokens of a request depend: only a hot one is not greedy."""
+    return (params.seed or 0) if (params.temperature or 0.0) > GREEDY_UP_TO else 0
 
 
 class Crash(Exception):
@@ -316,7 +315,7 @@ class ToyRunner:
                 sampled.append(sequence.failure(SAMPLING_FAILED, "failed on request"))
                 continue
             values = array("L", map(self._slots.__getitem__, slots))
-            token_id, top = toy_next(values), sequence.params.logprobs
+            token_id, top = toy_next(values, _seed_of(sequence.params)), sequence.params.logprobs
             if sequence.constraint is not None:
                 is_short = sequence.num_output_tokens < sequence.params.min_tokens
                 unwanted = sequence.eos_token_ids.union(sequence.params.stop_token_ids) if is_short else ()
@@ -409,19 +408,27 @@ class _FailingTokenizer(Tokenizer):
 
 
 def read_toy_model(
-    path: Path, context_length: int, *, images: bool = False, unpreparable: str | None = None
+    path: Path,
+    context_length: int,
+    *,
+    images: bool = False,
+    prints_tools: bool = False,
+    unpreparable: str | None = None,
 ) -> ModelInfo:
     """The toy at the path. Raises ModelError where its name begins with `other`, which stands for another model."""
     if path.name.startswith("other"):
         raise ModelError(f"{path}: another architecture")
-    return toy_model(context_length, images=images, unpreparable=unpreparable)
+    return toy_model(context_length, images=images, prints_tools=prints_tools, unpreparable=unpreparable)
 
 
 @cache
-def toy_model(context_length: int = 512, *, images: bool = False, unpreparable: str | None = None) -> ModelInfo:
+def toy_model(
+    context_length: int = 512, *, images: bool = False, prints_tools: bool = False, unpreparable: str | None = None
+) -> ModelInfo:
     """The toy model's files, as `hub.model_files.read_model` would give them; with `images` it takes images.
 
-    Its tokenizer raises PreparationFailed for texts that contain `unpreparable`.
+    With `prints_tools` its chat template prints the names of tools, and calls in the history. Its tokenizer
+    raises PreparationFailed for texts that contain `unpreparable`.
     """
     processing = TOY_PROCESSING if images else None
     tokenizer = (Tokenizer if unpreparable is None else _FailingTokenizer).from_json(tokenizer_json(processing))
@@ -434,7 +441,7 @@ def toy_model(context_length: int = 512, *, images: bool = False, unpreparable: 
         context_length=context_length,
         vocab_size=VOCAB_SIZE + images,
         eos_token_ids=(IM_END, END_OF_TEXT),
-        chat_template=ChatTemplate(IMAGE_TEMPLATE if images else CHAT_TEMPLATE),
+        chat_template=ChatTemplate(toy_template(images=images, prints_tools=prints_tools)),
         tokenizer=tokenizer,
         images=processing,
     )

@@ -160,6 +160,7 @@ def reference(
     stop_token_ids: tuple[int, ...] = (),
     images: tuple[ToyImage, ...] = (),
     grammar: Grammar | None = None,
+    seed: int = 0,
 ) -> Answer:
     """The model's answer, by its own arithmetic: end tokens and stop strings do not end a shorter answer.
 
@@ -177,6 +178,7 @@ def reference(
             grammar=grammar,
             unwanted=EOS.union(stop_token_ids),
             min_tokens=shortest,
+            seed=seed,
         )
     )
     end_tokens = {*stop_token_ids} | (set() if ignore_eos else EOS)

@@ -60,7 +60,7 @@ class HttpBooks(Observer):
         self.is_closing = False  # the server closes connections that are idle
         self._connections: list[Use] = []
         self._requests: list[Use] = []
-        self._histories: list[tuple[str, Sequence[int], Sequence[int]]] = []  # key, prompt and answer of each
+        self._histories: list[tuple[str, Sequence[int], Sequence[Sequence[int]]]] = []  # key, prompt and answers
         self._num_full = 0  # times that the engine was full
         self._num_refused = 0  # clients that were refused for that
 
@@ -107,9 +107,9 @@ class HttpBooks(Observer):
 
     # ---- the prefix cache, and full engines -----------------------------------------------------------------------
 
-    def asked(self, key: str, prompt: Sequence[int], answer: Sequence[int]) -> int:
-        """Note a prompt and its answer; returns its number."""
-        self._histories.append((key, prompt, answer))
+    def asked(self, key: str, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> int:
+        """Note a prompt and the answers of its choices; returns its number."""
+        self._histories.append((key, prompt, answers))
         return len(self._histories) - 1
 
     def most_cached(self, number: int) -> int:
@@ -117,8 +117,9 @@ class HttpBooks(Observer):
         key, prompt, _ = self._histories[number]
         others = (
             (*ids, *answer)
-            for index, (owner, ids, answer) in enumerate(self._histories)
+            for index, (owner, ids, answers) in enumerate(self._histories)
             if owner == key and index != number
+            for answer in answers
         )
         return min(longest_prefix(prompt, others), len(prompt) - 1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +16,14 @@ from trioengine.serve.config import ServeConfig
 from trioengine.serve.connection import BEYOND_TIMEOUT
 from trioengine.testing.fuzz import shapes
 from trioengine.testing.fuzz.conversations import check_seen, is_failed, is_refused
-from trioengine.testing.fuzz.faults import InjectedFaults, Life
+from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.fuzz.grammars import GRAMMARS
+from trioengine.testing.fuzz.http_answers import AnswerStream, Choice, check_logprobs, check_whole
 from trioengine.testing.fuzz.http_books import KEYS, SERVED_BEYOND, HttpBooks, Request
 from trioengine.testing.fuzz.http_exchange import Ask, Exchange, Judge
-from trioengine.testing.fuzz.shapes import ChatStream, Given, Head
+from trioengine.testing.fuzz.shapes import Head
 from trioengine.testing.simulated_peer import BUFFERED, PeerState, SimulatedPeer
 
-PATH = "/v1/chat/completions"
 UNASKED = (b"HTTP/1.1 503 ", b"HTTP/1.1 408 ")  # come without a request: too many connections
 FRAMINGS = ("whole", "chunked", "pieces", "expect")
 BEFORE_THE_HANDLER = ("too_many_connections", "too_many_sessions", "buffers_full", "key_buffers_full")
@@ -59,11 +60,15 @@ class HttpClient(SimulatedPeer):
 
     def ask(self, ask: Ask, framing: str = "whole") -> None:
         """A request, whatever is in progress."""
-        stream = ChatStream(self._books.model, ask.top_logprobs, has_usage=ask.has_usage) if ask.streams else None
+        stream = AnswerStream(ask.form(self._books.model)) if ask.streams else None
         body = json.dumps(ask.fields(self._books.model)).encode()
-        request = Request("POST", PATH, body, self.key)
-        number = self._books.asked(self.key, ask.prompt.token_ids, ask.expected(self._max_model_len).token_ids)
-        self._send(request, framing, ask=ask, stream=stream, number=number)
+        request = Request("POST", ask.dialect.path, body, self.key)
+        answers = [ask.expected(index, self._max_model_len).token_ids for index in range(ask.num_choices)]
+        numbers = tuple(
+            self._books.asked(self.key, prompt.token_ids, answers[place * ask.n : (place + 1) * ask.n])
+            for place, prompt in enumerate(ask.rendered)
+        )
+        self._send(request, framing, ask=ask, stream=stream, numbers=numbers)
 
     def request(self, request: Request, judge: Judge, *, is_prompt: bool = True) -> None:
         """Any other request, which is answered at once unless it may wait for the worker."""
@@ -212,7 +217,10 @@ class HttpClient(SimulatedPeer):
     def check_kept(self) -> None:
         """The worker has come to rest: of an answer that a stalled client does not read, the text is one more piece."""
         stream = self._exchanges[0].stream if self._exchanges else None
-        if self.peer_state is PeerState.STALLED and stream is not None and self._exchanges[0].most_texts is None:
+        ask = self._exchanges[0].ask if self._exchanges else None
+        if self.peer_state is not PeerState.STALLED or stream is None or ask is None or ask.has_parts:
+            return
+        if self._exchanges[0].most_texts is None:
             on_their_way = bytes(self.to_client).count(b'{"content"')
             self._exchanges[0].most_texts = stream.num_texts + on_their_way + MORE_TEXTS
 
@@ -273,7 +281,8 @@ class HttpClient(SimulatedPeer):
             return
         exchange.stream.feed(data)
         assert exchange.ask is not None, "only an answer is streamed"
-        self._judge_part(exchange.ask, exchange.stream.given.text)
+        for index, choice in enumerate(exchange.stream.given.choices):
+            self._judge_part(exchange.ask, index, choice)
         most = exchange.most_texts
         assert most is None or exchange.stream.num_texts <= most, (
             f"a stalled client gets {exchange.stream.num_texts} texts, and not at most {most}: they are not merged"
@@ -299,11 +308,14 @@ class HttpClient(SimulatedPeer):
         if stream is not None:
             given = stream.end()
         else:
-            given = shapes.check_whole(json.loads(exchange.body), self._books.model, ask.top_logprobs)
+            given = check_whole(json.loads(exchange.body), ask.form(self._books.model))
         if given.error is not None:
             self._judge_error(exchange, given.error)
         else:
-            self._judge_answer(exchange, ask, given)
+            for index, choice in enumerate(given.choices):
+                self._judge_choice(ask, index, choice)
+            if given.usage is not None:
+                self._judge_usage(exchange, ask, given.usage)
 
     def _judge_refusal(self, exchange: Exchange, head: Head, error: dict[str, Any]) -> None:
         code, is_unread = error["code"], self._spoilt
@@ -336,50 +348,73 @@ class HttpClient(SimulatedPeer):
         ask, code = exchange.ask, error["code"]
         assert ask is not None, f"{exchange.request} is refused by {error}"
         assert code != "aborted" or exchange.is_aborted, f"aborted, with the ids {exchange.ids}: {exchange.request}"
-        too_long = code == "context_length_exceeded" and len(ask.prompt.token_ids) >= self._max_model_len
+        longest = max(len(prompt.token_ids) for prompt in ask.rendered)
+        too_long = code == "context_length_exceeded" and longest >= self._max_model_len
         has_bad_grammar = code == "invalid_grammar" and ask.has_bad_grammar
         is_bad = has_bad_grammar or too_long or is_refused(code, ask.content) or self._is_failed(ask, code)
         assert is_bad or self._faults.excuse(code, exchange.life), f"nothing may fail by {error}"
         if code == "overloaded" and isinstance(ask.content, str):
-            assert status, f"an answer that has begun is refused: {error}"
+            may_wait = len(ask.prompts) > 1 and self._faults.hit(exchange.life, Harm.WORKERS, Harm.CLOSING)
+            assert status or may_wait, f"an answer that has begun is refused: {error}"
             if status == 429:
+                counts = re.match(r"n: (\d+) choices need \1 ", error["message"])
+                needs = 1 if counts is None else int(counts[1])
+                assert needs == ask.n, f"all of its {ask.n} choices are to have a slot, or none: {error}"
                 self._books.refused()
 
     def _is_failed(self, ask: Ask, code: str) -> bool:
         return is_failed(code, [("user", ask.content)], self._faults.dropped)
 
-    def _judge_answer(self, exchange: Exchange, ask: Ask, given: Given) -> None:
-        token_ids, images = ask.prompt
+    def _judge_choice(self, ask: Ask, index: int, given: Choice) -> None:
+        """Judge a whole choice."""
+        prompt, images = ask.rendered[index // ask.n]
         check_seen(images)
         assert not ask.has_bad_grammar, f"its grammar cannot be compiled, and it is answered: {given.text!r}"
-        expected = ask.expected(self._max_model_len)
+        expected, form = ask.expected(index, self._max_model_len), ask.form(self._books.model)
+        parts = ask.parts(expected.text)
         wanted = "stop" if expected.finish_reason is FinishReason.STOP else "length"
-        assert (given.text, given.finish_reason) == (expected.text, wanted), (
-            f"the answer is {given.text!r} and {given.finish_reason}, the model's is {expected.text!r}, {wanted}"
+        if parts.calls and wanted == "stop":
+            wanted = "tool_calls"
+        due = form.echoes[index] + parts.text if form.echoes else parts.text
+        assert (given.text, given.finish_reason) == (due, wanted), (
+            f"choice {index} is {given.text!r} and {given.finish_reason}, the model's is {due!r}, {wanted}"
         )
+        assert given.calls == list(parts.calls), f"the calls are {given.calls}, the model's are {parts.calls}"
+        if ask.use is not None and ask.use.is_forced and wanted == "tool_calls":
+            ask.use.check(parts.calls)
         if ask.grammar and ask.stop is None and wanted == "stop":
-            is_whole = GRAMMARS[ask.grammar].is_complete(given.text)
-            assert is_whole, f"{given.text!r} has ended, and is not complete by its grammar"
+            is_whole = GRAMMARS[ask.grammar].is_complete(parts.text)
+            assert is_whole, f"{parts.text!r} has ended, and is not complete by its grammar"
         if ask.top_logprobs is not None:
-            shapes.check_logprobs(given.logprobs, expected.token_ids, ask.top_logprobs)
-        if given.usage is not None:
-            counted = given.usage["prompt_tokens"], given.usage["completion_tokens"]
-            due = len(token_ids), len(expected.token_ids)
-            assert counted == due, f"the usage counts {counted} tokens, the model {due}"
-            cached, most = (
-                given.usage["prompt_tokens_details"]["cached_tokens"],
-                self._books.most_cached(exchange.number),
-            )
-            assert 0 <= cached <= most, f"{cached} tokens of the prompt are cached, and {most} were computed before"
+            check_logprobs(given.logprobs, form, prompt, expected.token_ids)
+        if ask.shows_ids:
+            shown = given.prompt_ids, given.token_ids
+            assert shown == ([*prompt], [*expected.token_ids]), f"choice {index} has the token ids {shown}"
 
-    def _judge_part(self, ask: Ask, text: str) -> None:
-        """Judge the text of an answer that was cut short; it may end with the beginning of a stop string."""
-        expected = ask.expected(self._max_model_len)
-        assert not (text and ask.has_bad_grammar), f"its grammar cannot be compiled, and it is answered: {text!r}"
-        most = expected.text
+    def _judge_usage(self, exchange: Exchange, ask: Ask, usage: dict[str, Any]) -> None:
+        """A usage counts each prompt once, and the tokens of all choices."""
+        counted = usage["prompt_tokens"], usage["completion_tokens"]
+        answers = [ask.expected(index, self._max_model_len).token_ids for index in range(ask.num_choices)]
+        due = sum(len(prompt.token_ids) for prompt in ask.rendered), sum(map(len, answers))
+        assert counted == due, f"the usage counts {counted} tokens, the model {due}"
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        most = 0 if ask.is_scored else sum(map(self._books.most_cached, exchange.numbers))
+        assert 0 <= cached <= most, f"{cached} tokens of the prompt are cached, and {most} were computed before"
+
+    def _judge_part(self, ask: Ask, index: int, given: Choice) -> None:
+        """Judge the part of a choice that has come; its text may end with the beginning of a stop string."""
+        expected, form = ask.expected(index, self._max_model_len), ask.form(self._books.model)
+        is_answered = given.text or given.calls
+        assert not (is_answered and ask.has_bad_grammar), f"its grammar cannot be compiled, and it has {given.text!r}"
+        parts = ask.parts(expected.text)
+        most = form.echoes[index] + parts.text if form.echoes else parts.text
         if ask.stop is not None and expected.finish_reason is FinishReason.STOP:
             most += ask.stop[:-1]
-        assert most.startswith(text), f"{text!r} is not part of the model's answer {expected.text!r}"
+        assert most.startswith(given.text), f"{given.text!r} is not part of the model's answer {most!r}"
+        assert len(given.calls) <= len(parts.calls), f"the calls are {given.calls}, the model's are {parts.calls}"
+        for (name, arguments), call in zip(given.calls, parts.calls, strict=False):
+            is_part = name == call.name and call.arguments.startswith(arguments)
+            assert is_part, f"the calls are {given.calls}, the model's are {parts.calls}"
 
 
 def _is_beyond(exchange: Exchange) -> bool:

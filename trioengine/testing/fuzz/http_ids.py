@@ -36,15 +36,16 @@ class AbortJudge:
         def judged(in_flight: InFlight, id: str) -> int:
             named = self._named(id)
             begun = [exchange for exchange in named if exchange.stream_id is not None]
-            due = [exchange for exchange in begun if self._goes_on(exchange)]
+            due = {exchange: self._num_going(exchange) for exchange in begun}
             aborted = abort(in_flight, id)
-            most = len(due) + len(named) - len(begun)
-            if not len(due) <= aborted <= most:
-                self._complain(f"{aborted} requests with the id {id} are aborted, there are {len(due)} to {most}")
-            if left := [exchange for exchange in begun if self._goes_on(exchange)]:
+            least = sum(due.values())
+            most = least + sum(exchange.num_choices for exchange in named if exchange not in due)
+            if not least <= aborted <= most:
+                self._complain(f"{aborted} requests with the id {id} are aborted, there are {least} to {most}")
+            if left := [exchange for exchange in begun if self._num_going(exchange)]:
                 self._complain(f"requests with the id {id} are aborted, and {len(left)} of them go on")
             for exchange in named:
-                if exchange in due or (exchange not in begun and aborted > len(due)):
+                if due.get(exchange, aborted > least):
                     exchange.is_aborted = True
             return aborted
 
@@ -55,10 +56,12 @@ class AbortJudge:
         clients = (client for client in self._clients if not client.stream.closed)
         return [exchange for client in clients for exchange in client.exchanges if id in exchange.ids]
 
-    def _goes_on(self, exchange: Exchange) -> bool:
-        """Whether an abort would end this request, whose stream has begun."""
+    def _num_going(self, exchange: Exchange) -> int:
+        """How many requests of the engine an abort of this one would end, whose stream has begun."""
+        id = exchange.stream_id
+        labels = {id, *(f"{id}-{index}" for index in range(exchange.num_choices))}
         requests = inside.requests(self._engine)
-        return any(session.label == exchange.stream_id and inside.is_undecided(each) for session, each in requests)
+        return sum(session.label in labels and inside.is_undecided(each) for session, each in requests)
 
     def _complain(self, complaint: str) -> None:
         self._crashes.append(AssertionError(complaint))

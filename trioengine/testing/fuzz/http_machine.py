@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -31,6 +32,7 @@ from trioengine.testing.fuzz.peers import WHICH
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.served import ServedEnvironment
 from trioengine.testing.fuzz.shapes import Head, check_problem, has_fields
+from trioengine.testing.fuzz.tools import TOOL_USES
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import PeerState
 
@@ -40,6 +42,16 @@ SWITCHES = (
 )
 PROMPTS = ("a", "be", "<|im_end|>", "be" * 60)
 TOKENS = st.sampled_from((1, 3, 20))
+SEEDS = st.sampled_from((None, 7, 2**63 - 1))
+RAW_PROMPTS: Mapping[str, tuple[str | tuple[int, ...], ...]] = {  # of text completions: texts, or token ids
+    "text": ("be",),
+    "texts": ("be", "a", "be"),
+    "chunk and token": ("be" * 4 + "a",),  # its log-probabilities are whole before the first token of the answer
+    "common prefix": ("be" * 4, "be" * 4 + "a"),
+    "too long": ("a", "be" * 60),
+    "ids": ((98, 258, 101),),
+    "lists of ids": ((97,), (98, 257)),
+}
 IDS = ("chosen-0", "chosen-1", "own")
 
 
@@ -47,7 +59,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     """Rules are actions of clients and of the operator of the server."""
 
     horizon = 120.0  # past the timeouts, one after the other
-    max_buffered_bytes = 320  # one or two bodies
+    max_buffered_bytes = 420  # one or two bodies
     max_buffered_bytes_with_pictures = 990
     serve_config: ClassVar[dict[str, Any]] = {
         "api_key": KEYS,
@@ -108,6 +120,9 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         min_tokens=st.sampled_from((0, 0, 2, 9)),
         stop_token=st.sampled_from((None, None, ord("e"), ord(" "))),
         top_logprobs=st.sampled_from((None, None, 0, 2)),
+        choices=st.sampled_from((1, 1, 2, 3)),
+        seed=SEEDS,
+        shows_ids=st.sampled_from((False, False, True)),
         rounds=st.sampled_from((0, 0, 6, 9, 20)),
     )
     def ask_more(
@@ -119,10 +134,69 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         min_tokens: int,
         stop_token: int | None,
         top_logprobs: int | None,
+        choices: int,
+        seed: int | None,
+        shows_ids: bool,
         rounds: int,
     ) -> None:
         """A request with more fields."""
-        ask = Ask(prompt, 20, streams, stop, min_tokens, stop_token, top_logprobs, has_usage=streams)
+        more = {"has_usage": True, "n": choices, "seed": seed, "shows_ids": shows_ids}
+        ask = Ask(prompt, 20, streams, stop, min_tokens, stop_token, top_logprobs, **more)
+        pick(self.speakers, which).ask(ask)
+        if rounds:
+            self._flow(rounds)
+
+    @precondition(lambda self: self.has_speakers)
+    @recorded(
+        which=WHICH,
+        prompts=st.sampled_from(tuple(RAW_PROMPTS)),
+        max_tokens=st.sampled_from((0, 1, 3, 20, 20)),
+        echo=st.booleans(),
+        top_logprobs=st.sampled_from((None, None, 0, 2)),
+        choices=st.sampled_from((1, 1, 2)),
+        seed=SEEDS,
+        grammar=st.sampled_from(("", "", "", *NAMES)),
+        streams=st.booleans(),
+        shows_ids=st.sampled_from((False, False, True)),
+        rounds=st.sampled_from((0, 0, 6, 9, 20)),
+    )
+    def complete(
+        self,
+        which: int,
+        prompts: str,
+        max_tokens: int,
+        echo: bool,
+        top_logprobs: int | None,
+        choices: int,
+        seed: int | None,
+        grammar: str,
+        streams: bool,
+        shows_ids: bool,
+        rounds: int,
+    ) -> None:
+        """A text completion. Without a token to come, the prompts are echoed, and scored prompts have one choice."""
+        ask = Ask("", max_tokens, streams, top_logprobs=top_logprobs, has_usage=True, seed=seed, shows_ids=shows_ids)
+        grammar = "" if grammar == "object" else grammar  # it is in a field of chats
+        ask = replace(ask, prompts=RAW_PROMPTS[prompts], echo=echo or not max_tokens, grammar=grammar)
+        pick(self.speakers, which).ask(replace(ask, n=1 if ask.is_scored else choices))
+        if rounds:
+            self._flow(rounds)
+
+    @precondition(lambda self: self.has_speakers)
+    @recorded(
+        which=WHICH,
+        use=st.sampled_from(tuple(TOOL_USES)),
+        max_tokens=st.sampled_from((66, 66, 66, 57, 20)),
+        choices=st.sampled_from((1, 1, 2)),
+        seed=SEEDS,
+        streams=st.sampled_from((True, True, False)),
+        rounds=st.sampled_from((0, 0, 9, 20, 40)),
+    )
+    def ask_with_tools(
+        self, which: int, use: str, max_tokens: int, choices: int, seed: int | None, streams: bool, rounds: int
+    ) -> None:
+        """A request with tools: the answer may call them, or what looks like a call is text."""
+        ask = Ask("a", max_tokens, streams, has_usage=True, n=choices, seed=seed, tools=use, tool_form=self.tool_form)
         pick(self.speakers, which).ask(ask)
         if rounds:
             self._flow(rounds)
@@ -135,6 +209,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         stop=st.sampled_from((None, None, "e")),
         min_tokens=st.sampled_from((0, 0, 9)),
         max_tokens=st.sampled_from((40, 12)),
+        choices=st.sampled_from((1, 1, 2)),
         rounds=st.sampled_from((0, 0, 6, 9, 20)),
     )
     def ask_by_grammar(
@@ -145,10 +220,11 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         stop: str | None,
         min_tokens: int,
         max_tokens: int,
+        choices: int,
         rounds: int,
     ) -> None:
         """A request for an answer that follows a grammar."""
-        pick(self.speakers, which).ask(Ask("be", max_tokens, streams, stop, min_tokens, grammar=grammar))
+        pick(self.speakers, which).ask(Ask("be", max_tokens, streams, stop, min_tokens, grammar=grammar, n=choices))
         if rounds:
             self._flow(rounds)
 
@@ -354,7 +430,9 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         phases = Phase.PREPARING, Phase.RUNNING
         going = [session for session in inside.sessions(self.engine) if inside.phase(session) in phases]
         asking = [client for client in self.clients if client.peer_state is not PeerState.GONE and client.is_active]
-        assert len(going) <= len(asking), f"{going} go on for {len(asking)} clients"
+        self.requests.check_choices(going)
+        most = sum(max(exchange.num_choices for exchange in client.exchanges) for client in asking)
+        assert len(going) <= most, f"{going} go on for {len(asking)} clients"
 
     def _check(self) -> None:
         super()._check()

@@ -73,6 +73,11 @@ def num_in_flight(engine: Engine) -> int:
     return engine.runtime.gate.ledger.in_flight
 
 
+def num_claimed(engine: Engine) -> int:
+    """Slots of each kind that are claimed for the choices of requests, and not taken."""
+    return engine.runtime.gate._num_claimed
+
+
 def num_preparing(engine: Engine) -> int:
     """Requests in preparation, by the ledger."""
     return engine.runtime.gate.ledger.preparing

@@ -11,8 +11,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from trioengine.actors.engine import Engine
+from trioengine.actors.gate import Gate
 from trioengine.actors.generation import Generation
 from trioengine.actors.payload import Payload
+from trioengine.core.errors import EngineError
 from trioengine.core.types import Cause
 from trioengine.serve import ids
 from trioengine.serve.errors import OverBudget
@@ -145,6 +147,12 @@ class ServerEvents:
     def bytes_refused(self) -> None:
         """Bytes of a client exceed the budget."""
 
+    def claiming(self, count: int) -> None:
+        """From now on slots are taken for so many choices at once."""
+
+    def claim_refused(self) -> None:
+        """The slots for the choices of a request are refused."""
+
     def aborted_by_id(self, generations: list[Generation], due: int, aborted: int) -> None:
         """An operator has aborted these; `due` of them had no outcome and were not aborted, `aborted` is the answer."""
 
@@ -176,6 +184,7 @@ def tapped(events: ServerEvents, *, room: int, at_once: int) -> Iterator[None]:
     taps: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
         (ConnectionSlot, "displace", inside.before(lambda _: events.connection_displaced())),
         (ByteBudget, "check_room", lambda check: _check_room(events, check)),
+        (Gate, "claiming", lambda claiming: _claiming(events, claiming)),
         (InFlight, "abort", lambda abort: _abort(events, abort)),
         (Engine, "abort_all", lambda abort_all: _abort_all(events, abort_all)),
         (RealtimeConnection, "run", lambda run: _run(events, run)),
@@ -201,6 +210,23 @@ def _check_room(events: ServerEvents, check: Any) -> Any:
         except OverBudget:
             events.bytes_refused()
             raise
+
+    return tap
+
+
+def _claiming(events: ServerEvents, claiming: Any) -> Any:
+    @contextmanager
+    def tap(gate: Gate, count: int) -> Iterator[Callable[[], None]]:
+        with ExitStack() as stack:
+            events.claiming(count)
+            try:
+                give_up = stack.enter_context(claiming(gate, count))
+            except EngineError:
+                events.claim_refused()
+                raise
+            finally:
+                events.claiming(1)
+            yield give_up
 
     return tap
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 import trio
@@ -23,20 +24,22 @@ FOR_A_REQUEST = ("queue", "loading", "restarting", "draining")
 FOR_AN_AUDIT = tuple(power.value for power in Power)  # without a worker
 
 
-def check_overloaded(error: EngineOverloaded, engine: Engine, codes: tuple[str, ...]) -> None:
-    """The error is true: slots of its kind are taken, or the worker is missing; its code is one of these."""
+def check_overloaded(error: EngineOverloaded, engine: Engine, codes: tuple[str, ...], needed: int = 1) -> None:
+    """The error is true, and its code one of these: fewer slots are free than needed, or the worker is missing."""
     config, power = engine.config, inside.power(engine)
     assert error.code in codes, f"refused for {error.code}, which is not a reason here"
+    slots, taken = config.max_num_seqs + config.max_num_queued_reqs, inside.num_in_flight(engine)
     match error.code:
         case "sessions":
-            taken, slots = inside.num_sessions(engine), config.max_sessions
-            assert taken == slots, f"{taken} of {slots} session slots are taken, and {error!r}"
+            slots, taken = config.max_sessions, inside.num_sessions(engine)
         case "queue":
-            taken, slots = inside.num_in_flight(engine), config.max_num_seqs + config.max_num_queued_reqs
-            assert taken == slots, f"{taken} of {slots} slots are taken, and {error!r}"
+            pass
         case code:
             is_true = code == power.value and power is not Power.AWAKE
             assert is_true, f"the engine is {power.value}, and refuses for {code}"
+            return
+    free = slots - taken - inside.num_claimed(engine)
+    assert 0 <= free < needed, f"of {slots} slots {free} are free, {needed} are needed, and {error!r}"
 
 
 def check_refused(
@@ -79,6 +82,7 @@ class RequestLog(Observer):
         self.generations: list[Generation] = []
         self._by_task: dict[trio.lowlevel.Task, Generation] = {}
         self._admitted = admitted
+        self.num_claims_refused = 0  # each is one refusal
         self._num_entering = 0  # sessions, minus those that were opened
         self._refused: set[object] = set()  # requests without an outcome
         self._causes: dict[inside.Request, AbstractSet[Cause]] = {}  # of those that were aborted: the first ones
@@ -86,6 +90,17 @@ class RequestLog(Observer):
     def latest_of(self, task: trio.lowlevel.Task | None) -> Generation | None:
         """The last request that a task has made."""
         return None if task is None else self._by_task.get(task)
+
+    def check_choices(self, going: Sequence[inside.SessionActor]) -> None:
+        """No task can run: no choice of a request goes on when another one, which has its label, has failed."""
+        of_going = {_request_of(session.label) for session in going} - {None}
+        for generation in self.generations if of_going else ():
+            label = inside.session_of(generation).label
+            outcome = generation.outcome
+            has_failed = inside.record(generation) in self._refused if outcome is None else not outcome.is_complete
+            assert not has_failed or _request_of(label) not in of_going, (
+                f"{label} has failed, and others go on: {going}"
+            )
 
     # ---- the first cause of an abort, which counts ------------------------------------------------------------------
 
@@ -162,7 +177,7 @@ class RequestLog(Observer):
             ("received", len(outcomes), statistics.received),
             ("finish_reasons", {reason: reasons[reason] for reason in FinishReason}, statistics.finish_reasons),
             ("abort_causes", {cause: causes[cause] for cause in Cause}, statistics.abort_causes),
-            ("rejected", self._num_entering + len(self._refused), statistics.rejected),
+            ("rejected", self._num_entering + len(self._refused) + self.num_claims_refused, statistics.rejected),
         ):
             assert found == due, f"the books count {found} {name}, the callers got {due}"
 
@@ -171,6 +186,12 @@ class RequestLog(Observer):
         """Requests that were aborted because the engine ends."""
         outcomes = (generation.outcome for generation in self.generations)
         return sum(outcome is not None and outcome.cause is Cause.SHUTDOWN for outcome in outcomes)
+
+
+def _request_of(label: str | None) -> str | None:
+    """The part of a label that all choices of a request have; None without several choices."""
+    found = None if label is None else re.fullmatch(r"(\w+-\w+)-\d+", label)
+    return None if found is None else found[1]
 
 
 class AdmissionLog(Observer):
@@ -183,6 +204,7 @@ class AdmissionLog(Observer):
         self._tickets = itertools.count()
         self._arrivals: dict[trio.lowlevel.Task, int] = {}
         self._is_serving = False
+        self.needed = 1  # slots that are to be taken at once
 
     def line_joined(self, line: object) -> None:
         self._arrivals[trio.lowlevel.current_task()] = next(self._tickets)
@@ -209,7 +231,8 @@ class AdmissionLog(Observer):
         """Complain unless the reason is true."""
         if isinstance(error, EngineOverloaded):
             try:
-                check_overloaded(error, self._engine, FOR_A_SESSION if slot is Slot.SESSION else FOR_A_REQUEST)
+                codes = FOR_A_SESSION if slot is Slot.SESSION else FOR_A_REQUEST
+                check_overloaded(error, self._engine, codes, self.needed)
             except AssertionError as exc:
                 self._crashes.append(exc)
 

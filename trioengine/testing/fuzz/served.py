@@ -23,6 +23,7 @@ from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
 from trioengine.testing.fuzz.inside_server import RealtimeConnection, Response
 from trioengine.testing.fuzz.peers import Client, PeersEnvironment
 from trioengine.testing.fuzz.program import recorded
+from trioengine.testing.fuzz.request_log import AdmissionLog, RequestLog
 from trioengine.testing.fuzz.world import VARIANTS
 from trioengine.testing.simulated_peer import PeerState
 from trioengine.testing.toy_model import TOY_PATH
@@ -37,12 +38,21 @@ ROOM, AT_ONCE = 1024, 512  # characters of an outbox, so that few events fill it
 class ServerWatch(inside_server.ServerEvents):
     """Checks of one server at the moment of an event; complaints are added to `crashes`."""
 
-    def __init__(self, crashes: list[Exception], saw: Callable[[str], None], faults: InjectedFaults) -> None:
+    def __init__(
+        self,
+        crashes: list[Exception],
+        saw: Callable[[str], None],
+        faults: InjectedFaults,
+        requests: RequestLog,
+        admissions: AdmissionLog,
+    ) -> None:
         self.connections: list[RealtimeConnection] = []  # that are not over
         self.num_aborted: Counter[int] = Counter()  # answers to operators, by how many requests they have aborted
         self._crashes = crashes
         self._saw = saw
         self._faults = faults
+        self._requests = requests
+        self._admissions = admissions
         self._cancelled: list[Response] = []  # by clients, and not over
 
     def error_logged(self, error: Exception) -> None:
@@ -54,6 +64,13 @@ class ServerWatch(inside_server.ServerEvents):
 
     def bytes_refused(self) -> None:
         self._saw("the buffers are full")
+
+    def claiming(self, count: int) -> None:
+        self._admissions.needed = count
+
+    def claim_refused(self) -> None:
+        self._requests.num_claims_refused += 1
+        self._saw("several slots are refused")
 
     def aborted_by_id(self, generations: list[Generation], due: int, aborted: int) -> None:
         """Complain unless all that went on are stopped in the same step, and counted."""
@@ -122,15 +139,24 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
     def __init__(self) -> None:
         super().__init__()
         config = ServeConfig(
-            max_connections=MAX_CLIENTS, max_buffered_bytes=self.max_buffered_bytes, **self.serve_config
+            max_connections=MAX_CLIENTS,
+            max_buffered_bytes=self.max_buffered_bytes,
+            tool_call_parser=self.tool_form,
+            **self.serve_config,
         )
+        self.simulation.prints_tools = True
         self._closed_by = math.inf  # when the server must be over
-        self.watch = ServerWatch(self.loop.crashes, self.coverage.saw, self.faults)
+        self.watch = ServerWatch(self.loop.crashes, self.coverage.saw, self.faults, self.requests, self.admissions)
         self._taps.enter_context(inside_client.repeatable())
         self._taps.enter_context(inside_server.tapped(self.watch, room=ROOM, at_once=AT_ONCE))
         self.server = Server(self.engine, config)
         self.server_call = Call(Life(self.faults), "server", functools.partial(self.server.run, [self.listener]), ())
         self.loop.start_soon(self.server_call.run, name="server")
+
+    @property
+    def tool_form(self) -> str:
+        """The form of tool calls, which one of the configurations writes without tags."""
+        return "json" if self.variant == 1 else "hermes"
 
     @precondition(lambda self: self.in_use)
     @recorded(way=st.sampled_from(OUTAGES))
@@ -174,6 +200,8 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
 
     def _check_blocked(self) -> None:
         super()._check_blocked()
+        claimed = inside.num_claimed(self.engine)
+        assert not claimed, f"{claimed} slots are claimed, and nothing will take them"
         is_late = self.seconds >= self._closed_by and not self.server_call.over
         assert not is_late, f"the server is closed, and is not over in time:\n{self.loop.stacks(('server',))}"
 

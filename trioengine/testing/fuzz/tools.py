@@ -1,0 +1,149 @@
+"""The tools of fuzzed chats: requests that offer them, calls in answers by a parser of its own, and histories of calls.
+
+The toy model writes a call only where a grammar makes it: that of a choice that forces one, or a regular expression.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from trioengine.core.grammar import Grammar
+from trioengine.testing.fuzz.conversations import Turn
+from trioengine.text.tool_calls import FORMS
+
+_ALLOWED = (True, "}")  # a brace in a string is not the end of a call
+_SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": _ALLOWED}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+FUNCTIONS: Mapping[str, dict[str, Any]] = {"f": {"name": "f", "parameters": _SCHEMA}, "g": {"name": "g"}}
+CALL_ID = "c"  # of a call in a history
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The functions that a request offers, and its choice of them; the answer may follow a regular expression."""
+
+    functions: str = "f"  # a name is a letter
+    choice: str = "auto"  # or none, required, or the name of one
+    is_parallel: bool = True
+    pattern: str | None = None
+    turns: tuple[Turn, ...] = ()  # of the history
+    messages: tuple[Mapping[str, Any], ...] = ()  # the same, as clients send them
+
+    @property
+    def is_forced(self) -> bool:
+        return self.choice not in ("auto", "none")
+
+    @property
+    def prompt(self) -> tuple[Turn, ...]:
+        """The turns before the last message; the template prints the names of the tools as one."""
+        return self.turns if self.choice == "none" else (("tools", self.functions), *self.turns)
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a chat completion."""
+        named = {"type": "function", "function": {"name": self.choice}}
+        given = {
+            "tools": [{"type": "function", "function": FUNCTIONS[name]} for name in self.functions],
+            "tool_choice": named if self.choice in FUNCTIONS else self.choice,
+            "parallel_tool_calls": None if self.is_parallel else False,
+            "structured_outputs": None if self.pattern is None else {"regex": self.pattern},
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    def grammar(self, form: str) -> Grammar | None:
+        """The grammar of its answer."""
+        return _grammar(self, form) if self.is_forced or self.pattern is not None else None
+
+    def check(self, calls: Sequence[Call]) -> None:
+        """Check the calls of an answer that has come to its end, and was forced: they are valid by their schemas."""
+        assert calls, "a call was forced, and there is none"
+        assert len(calls) == 1 or (self.is_parallel and self.choice == "required"), f"one call is due, not {calls}"
+        for name, arguments in calls:
+            found = json.loads(arguments)
+            assert name in self.functions and self.choice in ("required", name), f"{name} is called: {self}"
+            is_valid = isinstance(found, dict) and (name == "g" or ([*found] == ["a"] and found["a"] in _ALLOWED))
+            assert is_valid, f"the arguments of {name} are {arguments}"
+
+
+@lru_cache(maxsize=64)
+def _grammar(use: ToolUse, form: str) -> Grammar:
+    if use.pattern is not None:
+        return Grammar.regex(use.pattern)
+    functions = [FUNCTIONS[name] for name in (use.choice if use.choice in FUNCTIONS else use.functions)]
+    is_single = use.choice != "required" or not use.is_parallel
+    return FORMS[form].grammar(functions, is_single=is_single)
+
+
+_HEAD = '{"name": "f", "arguments": '
+_CALLED = {"id": CALL_ID, "type": "function", "function": {"name": "f", "arguments": '{"a": true}'}}
+_MESSAGES = (
+    {"role": "assistant", "content": None, "tool_calls": [_CALLED]},
+    {"role": "tool", "tool_call_id": CALL_ID, "content": "no"},
+)
+_TURNS: tuple[Turn, ...] = (("assistant", '[f {"a": true}]'), ("tool", "no"))
+_PATTERNS = {
+    "text and call": rf"[a-c]{{1,2}}<tool_call>{re.escape(_HEAD)}\{{\"a\": \"</\"\}}\}}</tool_call>",
+    "call and text": rf"<tool_call>{re.escape(_HEAD)}\{{\}}\}}</tool_call>[a-c]{{1,6}}",
+    "no call": r"<tool_call>(\{[a-c]{1,9}\}</tool_call>)?[a-c]{2}",
+    "two calls": r'\{"name":"f","arguments":\{\}\}(; ?|\n)\{"name":"g","arguments":\{"a":[0-9]\}\}',
+}
+TOOL_USES: Mapping[str, ToolUse] = {
+    "required": ToolUse(choice="required"),
+    "required of two": ToolUse("fg", choice="required"),
+    "single": ToolUse(choice="required", is_parallel=False),
+    "named": ToolUse("fg", choice="g"),
+    "none": ToolUse(choice="none"),
+    "auto": ToolUse("fg"),
+    "answered": ToolUse("g", turns=_TURNS, messages=_MESSAGES),
+    "history alone": ToolUse("g", choice="none", turns=_TURNS, messages=_MESSAGES),
+    **{name: ToolUse("fg", pattern=pattern) for name, pattern in _PATTERNS.items()},
+}
+
+
+class Call(NamedTuple):
+    """A call in an answer."""
+
+    name: str
+    arguments: str  # JSON; the beginning of it in an answer that was cut
+
+
+class Parts(NamedTuple):
+    """The text of an answer beside its calls, and these."""
+
+    text: str
+    calls: tuple[Call, ...]
+
+
+_BEGIN = {"hermes": re.compile(r"<tool_call>\s*"), "json": re.compile(r"\A[;\s]*(?=\{)")}
+_CALL_HEAD = re.compile(r'\{"name": ?"(\w)", ?"arguments": ?(?=\{)')
+_END = {"hermes": re.compile(r"\A\}\s*</tool_call>"), "json": re.compile(r"\A\}")}
+
+
+def parts_of(answer: str, form: str) -> Parts:
+    """Divide a whole answer into text and calls; what is not a call is text, and the end of a call may be missing."""
+    text, calls, rest = "", [], answer
+    while (begin := _BEGIN[form].search(rest)) is not None:
+        head = _CALL_HEAD.match(rest, begin.end())
+        if head is None:
+            text, rest = text + rest[: begin.end()], rest[begin.end() :]
+            if form == "json":
+                break
+            continue
+        text += rest[: begin.start()]
+        try:
+            _, end = json.JSONDecoder().raw_decode(rest, head.end())
+        except ValueError:
+            end = len(rest)
+        calls.append(Call(head[1], rest[head.end() : end]))
+        rest = rest[end:]
+        closing = _END[form].match(rest)
+        rest = rest[closing.end() :] if closing is not None else rest.removeprefix("}")
+    return Parts(text + rest, tuple(calls))
