@@ -82,7 +82,7 @@ def _grammar(use: ToolUse, form: str) -> Grammar:
     return FORMS[form].grammar(functions, is_single=is_single)
 
 
-_HEAD = '{"name": "f", "arguments": '
+_HEAD = '{"name": "g", "arguments": '
 _CALLED = {"id": CALL_ID, "type": "function", "function": {"name": "f", "arguments": '{"a": true}'}}
 _MESSAGES = (
     {"role": "assistant", "content": None, "tool_calls": [_CALLED]},
@@ -104,8 +104,10 @@ TOOL_USES: Mapping[str, ToolUse] = {
     "auto": ToolUse("fg"),
     "answered": ToolUse("g", turns=_TURNS, messages=_MESSAGES),
     "history alone": ToolUse("g", choice="none", turns=_TURNS, messages=_MESSAGES),
-    **{name: ToolUse("fg", pattern=pattern) for name, pattern in _PATTERNS.items()},
+    **{name: ToolUse("g", pattern=pattern) for name, pattern in _PATTERNS.items()},
 }
+
+CALLING = ("required", "required", "named", "text and call", "call and text")
 
 
 class Call(NamedTuple):
