@@ -200,4 +200,11 @@ CHOICE_MUTANTS = (
         replaced(CompletionLogprobs, "prompt", _shift),
         shows="the logprobs of a token are",
     ),
+    Mutant(
+        "F85",
+        "a tool call that was cut is completed",
+        replaced(ToolCallParser, "is_cut", lambda is_cut: property(lambda self: False)),
+        shows="an item of it is",
+        machine="RealtimeMachine",
+    ),
 )

@@ -61,7 +61,7 @@ class HttpClient(SimulatedPeer):
     def ask(self, ask: Ask, framing: str = "whole") -> None:
         """A request, whatever is in progress."""
         stream = AnswerStream(ask.form(self._books.model)) if ask.streams else None
-        body = json.dumps(ask.fields(self._books.model)).encode()
+        body = json.dumps(ask.fields(self._books.model), separators=(",", ":")).encode()
         request = Request("POST", ask.dialect.path, body, self.key)
         answers = [ask.expected(index, self._max_model_len).token_ids for index in range(ask.num_choices)]
         numbers = tuple(
@@ -404,10 +404,11 @@ class HttpClient(SimulatedPeer):
     def _judge_part(self, ask: Ask, index: int, given: Choice) -> None:
         """Judge the part of a choice that has come; its text may end with the beginning of a stop string."""
         expected, form = ask.expected(index, self._max_model_len), ask.form(self._books.model)
-        is_answered = given.text or given.calls
+        echo = form.echoes[index] if form.echoes else ""
+        is_answered = given.text.removeprefix(echo) or given.calls
         assert not (is_answered and ask.has_bad_grammar), f"its grammar cannot be compiled, and it has {given.text!r}"
         parts = ask.parts(expected.text)
-        most = form.echoes[index] + parts.text if form.echoes else parts.text
+        most = echo + parts.text
         if ask.stop is not None and expected.finish_reason is FinishReason.STOP:
             most += ask.stop[:-1]
         assert most.startswith(given.text), f"{given.text!r} is not part of the model's answer {most!r}"

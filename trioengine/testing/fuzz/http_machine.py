@@ -32,7 +32,7 @@ from trioengine.testing.fuzz.peers import WHICH
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.served import ServedEnvironment
 from trioengine.testing.fuzz.shapes import Head, check_problem, has_fields
-from trioengine.testing.fuzz.tools import TOOL_USES
+from trioengine.testing.fuzz.tools import CALLING, TOOL_USES
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import PeerState
 
@@ -59,7 +59,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     """Rules are actions of clients and of the operator of the server."""
 
     horizon = 120.0  # past the timeouts, one after the other
-    max_buffered_bytes = 420  # one or two bodies
+    max_buffered_bytes = 440  # one or two bodies
     max_buffered_bytes_with_pictures = 990
     serve_config: ClassVar[dict[str, Any]] = {
         "api_key": KEYS,
@@ -176,7 +176,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     ) -> None:
         """A text completion. Without a token to come, the prompts are echoed, and scored prompts have one choice."""
         ask = Ask("", max_tokens, streams, top_logprobs=top_logprobs, has_usage=True, seed=seed, shows_ids=shows_ids)
-        grammar = "" if grammar == "object" else grammar  # it is in a field of chats
+        grammar = "" if grammar == "object" or not max_tokens else grammar  # that one is in a field of chats
         ask = replace(ask, prompts=RAW_PROMPTS[prompts], echo=echo or not max_tokens, grammar=grammar)
         pick(self.speakers, which).ask(replace(ask, n=1 if ask.is_scored else choices))
         if rounds:
@@ -185,12 +185,12 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     @precondition(lambda self: self.has_speakers)
     @recorded(
         which=WHICH,
-        use=st.sampled_from(tuple(TOOL_USES)),
+        use=st.sampled_from((*CALLING, *TOOL_USES)),
         max_tokens=st.sampled_from((66, 66, 66, 57, 20)),
         choices=st.sampled_from((1, 1, 2)),
         seed=SEEDS,
         streams=st.sampled_from((True, True, False)),
-        rounds=st.sampled_from((0, 0, 9, 20, 40)),
+        rounds=st.sampled_from((0, 0, 20, 80, 80)),
     )
     def ask_with_tools(
         self, which: int, use: str, max_tokens: int, choices: int, seed: int | None, streams: bool, rounds: int

@@ -25,6 +25,7 @@ from trioengine.testing.fuzz.realtime_shapes import (
     text_in,
     user_item,
 )
+from trioengine.testing.fuzz.tools import TOOL_USES
 from trioengine.testing.simulated_peer import PeerState, SimulatedClient
 
 PATH = "/v1/realtime"
@@ -114,9 +115,10 @@ class RealtimeClient(SimulatedClient):
     def respond(self, max_tokens: int, metadata: dict[str, str] | None = None) -> None:
         self._create(Asked(max_tokens, metadata=metadata))
 
-    def respond_beside(self, max_tokens: int, content: Content | None = None) -> None:
-        """From the conversation, or from this alone."""
-        self._create(Asked(max_tokens, is_beside=True, input=None if content is None else (("user", content),)))
+    def respond_beside(self, max_tokens: int, content: Content | None = None, tools: str = "") -> None:
+        """From the conversation, or from this alone; maybe with tools of its own."""
+        turns = None if content is None else (("user", content),)
+        self._create(Asked(max_tokens, is_beside=True, input=turns, tools=tools))
 
     def _create(self, asked: Asked) -> None:
         response: dict[str, Any] = {"max_output_tokens": asked.max_tokens}
@@ -126,6 +128,8 @@ class RealtimeClient(SimulatedClient):
             response["conversation"] = "none"
         if asked.input is not None:
             response["input"] = [user_item(content) for _, content in asked.input]
+        if asked.tools:
+            response |= TOOL_USES[asked.tools].realtime_fields()
         self.ask("response.create", response=response).asked = asked
 
     def truncate(self, text_end: int) -> bool:
@@ -413,6 +417,7 @@ class RealtimeClient(SimulatedClient):
             self._faults,
             owed.life,
             is_truncated=self.truncation == "auto",
+            tool_form=self._config.tool_call_parser,
         )
         assert len(self.responses) <= MAX_OUT_OF_BAND + 1, f"{len(self.responses)} responses are active"
 

@@ -96,6 +96,19 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         if rounds:
             self._flow(rounds)
 
+    @precondition(lambda self: self.has_speakers)
+    @recorded(
+        which=WHICH,
+        use=st.sampled_from(("required", "required of two", "single", "named", "none", "auto")),
+        max_tokens=st.sampled_from((66, 66, 57, 20)),
+        rounds=st.sampled_from((0, 0, 20, 80, 80)),
+    )
+    def ask_with_tools(self, which: int, use: str, max_tokens: int, rounds: int) -> None:
+        """A response beside the conversation that has tools of its own."""
+        pick(self.speakers, which).respond_beside(max_tokens, "a", use)
+        if rounds:
+            self._flow(rounds)
+
     @precondition(lambda self: self.shows and self.has_speakers)
     @recorded(
         which=WHICH,

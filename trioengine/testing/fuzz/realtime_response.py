@@ -11,6 +11,7 @@ from trioengine.testing.fuzz.answers import Answer, reference
 from trioengine.testing.fuzz.conversations import Content, Turn, check_seen, is_failed, prompt_of, shortened
 from trioengine.testing.fuzz.faults import InjectedFaults, Life
 from trioengine.testing.fuzz.realtime_shapes import ResponseEvents
+from trioengine.testing.fuzz.tools import TOOL_USES, items_of
 
 
 @dataclass
@@ -20,6 +21,7 @@ class Asked:
     max_tokens: int
     is_beside: bool = False  # it belongs to no conversation
     input: tuple[Turn, ...] | None = None  # in place of the conversation
+    tools: str = ""  # the name of a use of tools
     reference: str | None = None  # to an item, in place of the conversation
     may_be_cancelled: bool = False
     cancelled_by: int | None = None  # the number of the first response.cancel that must have cancelled it, if it began
@@ -56,9 +58,10 @@ class FollowedResponse:
         life: Life,
         *,
         is_truncated: bool,
+        tool_form: str,
     ) -> None:
         self.id = created["id"]
-        self.events = ResponseEvents(created, asked.max_tokens, asked.metadata)
+        self.events = ResponseEvents(created, asked.max_tokens, asked.metadata, has_tools=bool(asked.tools))
         self.event_id = event_id
         self.asked = asked
         self.error: dict[str, Any] | None = None  # of an error event about it
@@ -67,7 +70,9 @@ class FollowedResponse:
         if is_truncated:
             self._turns, self._dropped_turns = shortened(turns, max_model_len, asked.max_tokens)
         self._num_dropped = len(turns) - len(self._turns)  # messages
-        self._prompt, self._images = prompt_of(self._turns)
+        self._use, self._form = TOOL_USES[asked.tools] if asked.tools else None, tool_form
+        shown = () if self._use is None else self._use.prompt
+        self._prompt, self._images = prompt_of((*shown, *self._turns))
         self._room = max_model_len - len(self._prompt)
         self._faults = faults
         self._life = life
@@ -75,23 +80,33 @@ class FollowedResponse:
     def end(self, response: dict[str, Any]) -> None:
         """Check response.done: the answer is the model's, or a part of it for a reason."""
         self.events.end(response, self.error)
-        text = self.events.text
-        length = min(self._room, self.asked.max_tokens)
-        expected = reference(self._prompt, length, (), images=self._images) if self._room > 0 else None
+        length, grammar = min(self._room, self.asked.max_tokens), None
+        if self._use is not None:
+            grammar = self._use.grammar(self._form)
+        expected = None
+        if self._room > 0:
+            expected = reference(self._prompt, length, (), images=self._images, grammar=grammar)
+        outputs = self.events.outputs
+        text = "".join(text for _, text in outputs)
         if text:
             check_seen(self._images)
         if response["status"] != "failed":
             whole = len(expected.token_ids) if expected is not None else 0
-            at_least = len(text) if response["status"] == "cancelled" else whole
+            at_least = whole if response["status"] != "cancelled" else 0 if self._use is not None else len(text)
             self.events.check_usage(response["usage"], len(self._prompt), at_least, whole)
             dropped = response["dropped_turns"], len(response["dropped_item_ids"])
             assert dropped == (self._dropped_turns, self._num_dropped), f"dropped are {dropped} turns and items"
-        self._check_status(response, text, expected)
-        assert expected is None or expected.text.startswith(text), (
-            f"{text!r} is not part of the model's answer {expected.text!r}"
-        )
+        self._check_status(response, outputs, expected)
+        if expected is not None and outputs:
+            answers = [expected.text[:length] for length in range(len(expected.text), -1, -1)]
+            is_part = any(outputs == self._items(answer) for answer in answers)
+            assert is_part, f"{outputs} is not part of the model's answer {expected.text!r}"
 
-    def _check_status(self, response: dict[str, Any], text: str, expected: Answer | None) -> None:
+    def _items(self, answer: str) -> list[tuple[str, str]]:
+        """The items that an answer is divided into."""
+        return [("message", answer)] if self._use is None else items_of(answer, self._form)
+
+    def _check_status(self, response: dict[str, Any], outputs: list[tuple[str, str]], expected: Answer | None) -> None:
         match response["status"]:
             case "failed":
                 code = response["status_details"]["error"]["code"]
@@ -102,8 +117,9 @@ class FollowedResponse:
             case "completed" | "incomplete" as status:
                 finish_reason = FinishReason.STOP if status == "completed" else FinishReason.LENGTH
                 assert expected is not None, "there was no room for an answer"
-                assert (text, finish_reason) == (expected.text, expected.finish_reason), (
-                    f"the response is {text!r} and {status}, the model's is {expected.text!r}, {expected.finish_reason}"
+                due = self._items(expected.text)
+                assert (outputs, finish_reason) == (due, expected.finish_reason), (
+                    f"the response is {outputs} and {status}, the model's is {due}, {expected.finish_reason}"
                 )
 
     def _is_failed_by_an_image(self, code: str) -> bool:

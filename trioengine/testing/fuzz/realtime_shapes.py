@@ -7,9 +7,11 @@ from typing import Any
 
 from trioengine.testing.fuzz.conversations import Content, Turn, item_content, pictures_of, text_of
 from trioengine.testing.fuzz.shapes import RATE, SERVER, WAITS, has_fields
+from trioengine.testing.fuzz.tools import is_json
 
 _ITEM_SIZE = 512  # bytes that an item counts, beside its texts; an image counts as many
 _PLACE = ("response_id", "item_id", "output_index", "content_index")
+_CALL_PLACE = ("response_id", "item_id", "output_index", "call_id")
 _ITEM = ("previous_item_id", "item")
 _FIELDS: Mapping[str, tuple[str, ...]] = {  # of each event, beside the fields that all have
     "session.created": ("session",),
@@ -27,11 +29,17 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {  # of each event, beside the fields t
     "response.content_part.done": (*_PLACE, "part"),
     "response.output_text.delta": (*_PLACE, "delta"),
     "response.output_text.done": (*_PLACE, "text"),
+    "response.function_call_arguments.delta": (*_CALL_PLACE, "delta"),
+    "response.function_call_arguments.done": (*_CALL_PLACE, "name", "arguments"),
     "engine.state": ("state", "weight_version", "input_modalities"),
     "error": ("error",),
 }
 _ITEM_FIELDS = ("id", "object", "type", "status")
-_FIELDS_OF_ITEMS = {"message": ("role", "content"), "function_call_output": ("call_id", "output")}
+_FIELDS_OF_ITEMS = {
+    "message": ("role", "content"),
+    "function_call": ("name", "call_id", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
 CALL_ID = "c"  # of a call that the client answers; there is none
 _RESPONSE_FIELDS = (
     *("id", "object", "status", "status_details", "output", "conversation_id", "output_modalities"),
@@ -91,8 +99,7 @@ def check_event(event: Mapping[str, Any], number: int, model: str) -> None:
     has_fields(event, ("event_id", "type", "sequence_number", *_FIELDS[kind]), kind)
     assert event["sequence_number"] == number, f"event {number} is {event}"
     assert (kind == "session.created") == (number == 0), f"the first event is session.created, and comes once: {event}"
-    for name in ("output_index", "content_index"):
-        assert event.get(name, 0) == 0, f"a response has one item with one part: {event}"
+    assert event.get("content_index", 0) == 0, f"an item of a response has one part: {event}"
     if "item" in event:
         check_item(event["item"])
     match kind:
@@ -113,6 +120,7 @@ def check_item(item: object) -> None:
     assert found["object"] == "realtime.item" and kind in _FIELDS_OF_ITEMS, f"the item is {found}"
     if kind == "function_call_output":
         assert found["call_id"] == CALL_ID, f"the item is {found}"
+    if kind != "message":
         return
     kinds = {"output_text"} if found["role"] == "assistant" else {"input_text", "input_image"}
     assert {part["type"] for part in found["content"]} <= kinds, f"the parts of {found}"
@@ -133,9 +141,12 @@ def check_error(error: object) -> None:
 class ResponseEvents:
     """The events of one response, from response.created to response.done; raises AssertionError for a wrong one."""
 
-    def __init__(self, created: Mapping[str, Any], max_output_tokens: object, metadata: object) -> None:
-        self.item_id: str | None = None
-        self.text = ""
+    def __init__(
+        self, created: Mapping[str, Any], max_output_tokens: object, metadata: object, *, has_tools: bool
+    ) -> None:
+        self.item_id: str | None = None  # of the latest item
+        self.outputs: list[tuple[str, str]] = []  # the type of each item, and its text or arguments so far
+        self._has_tools = has_tools
         self._created = has_fields(created, _RESPONSE_FIELDS, "a response")
         self._is_in_conversation = created["conversation_id"] is not None
         begun = created["status"], created["status_details"], created["output"], created["usage"]
@@ -145,55 +156,77 @@ class ResponseEvents:
         asked = created["object"], created["output_modalities"], created["max_output_tokens"], created["metadata"]
         assert asked == ("realtime.response", ["text"], max_output_tokens, metadata), f"it was asked for {asked}"
         self._seen: list[str] = []
-        self._items: list[Mapping[str, Any]] = []  # as the events show it
+        self._items: list[Mapping[str, Any]] = []  # that are done
+
+    @property
+    def text(self) -> str:
+        """The text of the latest item, or its arguments."""
+        return self.outputs[-1][1] if self.outputs else ""
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Take an event about the response, or about its item in the conversation."""
+        """Take an event about the response, or about an item of it in the conversation."""
         kind = event["type"].removeprefix("response.")
         expected = self._next()
         assert kind in expected, f"after {self._seen[-2:]} comes {kind}, and not {' or '.join(expected)}"
-        if kind != "output_text.delta" or self._seen[-1] != kind:
+        if not (kind.endswith(".delta") and self._seen[-1] == kind):
             self._seen.append(kind)
         item = event.get("item")
+        if kind == "output_item.added":
+            self.item_id = event["item"]["id"]
+            self.outputs.append((event["item"]["type"], ""))
+        place = event.get("output_index", len(self.outputs) - 1), item["id"] if item is not None else event["item_id"]
+        assert place == (len(self.outputs) - 1, self.item_id), (
+            f"the latest item is {self.item_id}, and the event {event}"
+        )
         if item is not None:
-            self._take_item(item, is_done=kind.endswith("done"))
-        else:
-            assert event["item_id"] == self.item_id, f"the item is {self.item_id}, and the event {event}"
+            self._check_item(item, is_done=kind.endswith("done"))
+        if kind == "output_item.done":
+            self._items.append(event["item"])
+        self._take_text(kind, event)
+
+    def _take_text(self, kind: str, event: Mapping[str, Any]) -> None:
         match kind:
             case "content_part.added":
                 assert event["part"]["text"] == "", f"a part begins with text: {event}"
-            case "output_text.delta":
+            case "output_text.delta" | "function_call_arguments.delta":
                 assert event["delta"], f"an empty delta: {event}"
-                self.text += event["delta"]
+                self.outputs[-1] = self.outputs[-1][0], self.text + event["delta"]
             case "output_text.done":
                 assert event["text"] == self.text, f"the deltas give {self.text!r}, and then {event['text']!r}"
+            case "function_call_arguments.done":
+                assert event["arguments"] == self.text, f"the deltas give {self.text!r}, and then {event}"
             case "content_part.done":
                 assert event["part"]["text"] == self.text, f"the deltas give {self.text!r}, and then {event}"
 
     def _next(self) -> tuple[str, ...]:
         last = self._seen[-1] if self._seen else "created"
         of_item = "conversation.item."
+        begun = ("content_part.added",)
+        if self.outputs and self.outputs[-1][0] == "function_call":
+            begun = ("function_call_arguments.delta", "function_call_arguments.done")
+        done = (f"{of_item}done",) if self._is_in_conversation else ("output_item.done",)
         following: Mapping[str, tuple[str, ...]] = {
             "created": ("output_item.added",),
-            "output_item.added": (f"{of_item}added",) if self._is_in_conversation else ("content_part.added",),
-            f"{of_item}added": ("content_part.added",),
+            "output_item.added": (f"{of_item}added",) if self._is_in_conversation else begun,
+            f"{of_item}added": begun,
             "content_part.added": ("output_text.delta", "output_text.done"),
             "output_text.delta": ("output_text.delta", "output_text.done"),
             "output_text.done": ("content_part.done",),
-            "content_part.done": (f"{of_item}done",) if self._is_in_conversation else ("output_item.done",),
+            "content_part.done": done,
+            "function_call_arguments.delta": ("function_call_arguments.delta", "function_call_arguments.done"),
+            "function_call_arguments.done": done,
             f"{of_item}done": ("output_item.done",),
-            "output_item.done": ("done",),
+            "output_item.done": ("done", "output_item.added") if self._has_tools else ("done",),
         }
         return following[last]
 
-    def _take_item(self, item: Mapping[str, Any], *, is_done: bool) -> None:
-        if self.item_id is None:
-            self.item_id = item["id"]
-        assert (item["id"], item["role"]) == (self.item_id, "assistant"), f"another item than {self.item_id}: {item}"
-        text = "".join(part["text"] for part in item["content"])
-        assert text == (self.text if is_done else ""), f"the deltas give {self.text!r}, and the item is {item}"
+    def _check_item(self, item: Mapping[str, Any], *, is_done: bool) -> None:
+        is_call = item["type"] == "function_call"
+        assert is_call or item["role"] == "assistant", f"an item of the model's is {item}"
+        text = item["arguments"] if is_call else "".join(part["text"] for part in item["content"])
+        due = item["type"], text if is_done else ""
+        assert text == due[1] and self.outputs[-1] == due, f"the deltas give {self.outputs[-1]}, and the item is {item}"
         assert (item["status"] == "in_progress") != is_done, f"the item is {item}"
-        self._items.append(item)
 
     def end(self, done: Mapping[str, Any], error: Mapping[str, Any] | None) -> None:
         """Check response.done; `error` is that of the last error event about the response."""
@@ -203,10 +236,13 @@ class ResponseEvents:
         assert last in (None, "output_item.done"), f"after {last} comes response.done"
         for name in ("id", "object", "conversation_id", "output_modalities", "max_output_tokens", "metadata"):
             assert done[name] == self._created[name], f"{name} was {self._created[name]}, and is {done[name]}"
-        assert done["output"] == ([self._items[-1]] if last else []), f"the output is {done['output']}"
-        if last:
-            whole = "completed" if status == "completed" else "incomplete"
-            assert self._items[-1]["status"] == whole, f"the response is {status}, its item is {self._items[-1]}"
+        assert done["output"] == self._items, f"the output is {done['output']}, and not {self._items}"
+        for item in self._items:
+            is_whole = status == "completed" or item is not self._items[-1]
+            if item["type"] == "function_call":
+                is_whole = is_json(item["arguments"])
+            due = "completed" if is_whole else "incomplete"
+            assert item["status"] == due, f"the response is {status}, an item of it is {item}"
         if status in _REASONS:
             assert details == {"type": status, "reason": _REASONS[status]}, f"{status} because of {details}"
         elif status == "failed":

@@ -58,6 +58,14 @@ class ToolUse:
         }
         return {name: value for name, value in given.items() if value is not None}
 
+    def realtime_fields(self) -> dict[str, Any]:
+        """The fields of a response of Realtime."""
+        fields = {name: value for name, value in self.fields().items() if name != "structured_outputs"}
+        fields["tools"] = [{"type": "function", **FUNCTIONS[name]} for name in self.functions]
+        if self.choice in FUNCTIONS:
+            fields["tool_choice"] = {"type": "function", "name": self.choice}
+        return fields
+
     def grammar(self, form: str) -> Grammar | None:
         """The grammar of its answer."""
         return _grammar(self, form) if self.is_forced or self.pattern is not None else None
@@ -82,7 +90,7 @@ def _grammar(use: ToolUse, form: str) -> Grammar:
     return FORMS[form].grammar(functions, is_single=is_single)
 
 
-_HEAD = '{"name": "f", "arguments": '
+_HEAD = '{"name": "g", "arguments": '
 _CALLED = {"id": CALL_ID, "type": "function", "function": {"name": "f", "arguments": '{"a": true}'}}
 _MESSAGES = (
     {"role": "assistant", "content": None, "tool_calls": [_CALLED]},
@@ -104,8 +112,10 @@ TOOL_USES: Mapping[str, ToolUse] = {
     "auto": ToolUse("fg"),
     "answered": ToolUse("g", turns=_TURNS, messages=_MESSAGES),
     "history alone": ToolUse("g", choice="none", turns=_TURNS, messages=_MESSAGES),
-    **{name: ToolUse("fg", pattern=pattern) for name, pattern in _PATTERNS.items()},
+    **{name: ToolUse("g", pattern=pattern) for name, pattern in _PATTERNS.items()},
 }
+
+CALLING = ("required", "required", "named", "text and call", "call and text")
 
 
 class Call(NamedTuple):
@@ -125,6 +135,22 @@ class Parts(NamedTuple):
 _BEGIN = {"hermes": re.compile(r"<tool_call>\s*"), "json": re.compile(r"\A[;\s]*(?=\{)")}
 _CALL_HEAD = re.compile(r'\{"name": ?"(\w)", ?"arguments": ?(?=\{)')
 _END = {"hermes": re.compile(r"\A\}\s*</tool_call>"), "json": re.compile(r"\A\}")}
+
+
+def is_json(text: str) -> bool:
+    """Whether it is JSON, and whole."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def items_of(answer: str, form: str) -> list[tuple[str, str]]:
+    """The items of a response with this answer, by type, each with its text or its arguments; calls come first."""
+    text, calls = parts_of(answer, form)
+    items = [("function_call", call.arguments) for call in calls]
+    return [*items, *([("message", text)] if text or not items else [])]
 
 
 def parts_of(answer: str, form: str) -> Parts:
