@@ -20,7 +20,6 @@ from trioengine.serve.reading import check_supported, read, sampling_params, unk
 from trioengine.serve.requests import (
     AssistantMessage,
     ChatCompletionRequest,
-    CompletionBody,
     ImagePart,
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -30,6 +29,7 @@ from trioengine.serve.requests import (
     TextFormat,
     TextPart,
     ToolMessage,
+    WithChoices,
 )
 from trioengine.serve.shown import Shown
 from trioengine.text.prompt_end import OPTIONS, PromptEnd
@@ -181,7 +181,7 @@ def check_model(name: str | None, model: str) -> None:
         raise ClientError("model_not_found", message, param="model")
 
 
-def shown_parts(given: ChatCompletionRequest | CompletionBody, fields: Mapping[str, Any]) -> Shown:
+def shown_parts(given: WithChoices, fields: Mapping[str, Any]) -> Shown:
     """Return the optional parts of the response. Raises ClientError."""
     options = given.stream_options
     if options is not None:

@@ -204,23 +204,29 @@ class StreamOptions(Struct):
     continuous_usage_stats: Annotated[bool | None, Meta(description="The usage so far in every event.")] = None
 
 
-class ChatCompletionRequest(Sampling, kw_only=True):
-    """The body of POST /v1/chat/completions."""
+class WithChoices(Sampling, kw_only=True):
+    """The fields that both routes with choices have."""
 
-    messages: Messages
     model: str | None = None
-    max_completion_tokens: Annotated[int, _bounds("max_tokens", "goes before max_tokens", 1)] | None = None
-    max_tokens: Annotated[int, _bounds("max_tokens", least=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, _bounds("logprobs")] | None = None
     n: _N | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: Annotated[bool | None, Meta(description="Also of the prompt.")] = None
     return_tokens_as_token_ids: Annotated[bool | None, Meta(description='Tokens of logprobs as "token_id:N".')] = None
     timings_per_token: Annotated[bool | None, Meta(description="Adds `timings` at the end.")] = None
-    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID, description="for /abort_request")] | None = None
+
+
+class ChatCompletionRequest(WithChoices, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, _bounds("max_tokens", "goes before max_tokens", 1)] | None = None
+    max_tokens: Annotated[int, _bounds("max_tokens", least=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, _bounds("logprobs")] | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     tools: Annotated[
         Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None,
         Meta(description='Functions: {"type": "function", "function": …}; other types are passed over.'),
@@ -233,25 +239,15 @@ class ChatCompletionRequest(Sampling, kw_only=True):
         bool | None, Meta(description="The answer continues the last message; needs add_generation_prompt=false.")
     ] = None
     reasoning_effort: str | None = None
-    request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID, description="for /abort_request")] | None = None
 
 
-class CompletionBody(Sampling, kw_only=True):
+class CompletionBody(WithChoices, kw_only=True):
     """The body of POST /v1/completions."""
 
     prompt: str | Annotated[list[str | _TokenId | Annotated[list[_TokenId], Meta(min_length=1)]], _PROMPTS]
-    model: str | None = None
     max_tokens: Annotated[int, _bounds("max_tokens", "16 by default; 0 with echo only")] | None = None
     echo: Annotated[bool | None, Meta(description="The prompt comes before the answer, in logprobs as well.")] = None
     logprobs: Annotated[int, _bounds("logprobs", "The best tokens of each position to show.")] | None = None
-    n: _N | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: Annotated[bool | None, Meta(description="Also of the prompt.")] = None
-    return_tokens_as_token_ids: Annotated[bool | None, Meta(description='Tokens of logprobs as "token_id:N".')] = None
-    timings_per_token: Annotated[bool | None, Meta(description="Adds `timings` at the end.")] = None
-    structured_outputs: StructuredOutputs | None = None
-    request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID, description="for /abort_request")] | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True):
