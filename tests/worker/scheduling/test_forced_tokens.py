@@ -6,6 +6,7 @@ A request that asks for logprobs gets every token from the sampler, and so is th
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -243,5 +244,5 @@ def test_prompts_come_before_forced_tokens() -> None:
         core.step()
         core.check_integrity()
         computed.append(core.statistics().num_tokens)
-    steps = [after - before for before, after in zip(computed, computed[1:], strict=False)]
+    steps = [after - before for before, after in pairwise(computed)]
     assert sum(steps) - 24 <= len(steps) and len(steps) == 3
