@@ -1,4 +1,4 @@
-"""Forced tokens with a vocabulary of words: the answers of 50 schemas are those that the sampler gives token by token."""
+"""Forced tokens with a vocabulary of words: the answers of 50 schemas are those of the sampler, token by token."""
 
 from dataclasses import replace
 

@@ -10,6 +10,9 @@ row, and so that between two tokens of a sequence that is not preempted no more 
 prompts are computed. A prompt is begun when the one before it is scheduled to its end, so that only the latest running
 sequence can be in the middle of its prefill.
 
+A sampled token is followed at once by the tokens that its grammar forces, up to MAX_FORCED, which are not sampled. Such
+a sequence gets one token of a step, as every decode, and the others in the room that prompts have left.
+
 Order, and why nothing starves: the waiting are sorted by arrival, always, the running by admission. Only the first of
 the waiting is admitted, and it gets blocks for all the tokens it has; only decodes need more blocks later, and when
 there are none the running sequence that was admitted last is preempted and takes its place among the waiting. So, while
@@ -280,7 +283,7 @@ class Scheduler:
         return left <= 0
 
     def _schedule_decodes(self, scheduled: list[ScheduledSequence]) -> None:
-        """In order of arrival, a token of each; blocks for its forced tokens are there, too."""
+        """In order of arrival, a token of each; blocks for its forced tokens are there as well."""
         block_size = self.limits.block_size
         for sequence in list(self._running):
             if sequence.status is not SequenceStatus.RUNNING:  # preempted for one before it
