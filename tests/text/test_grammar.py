@@ -153,3 +153,23 @@ def test_grammars_that_are_too_complex(grammar):
 def test_a_schema_that_nothing_matches():
     with pytest.raises(RequestRejected, match=r"^grammar: nothing can match it$"):
         toy_compile(Grammar.json_schema({"$ref": "#"}))
+
+
+def test_a_token_is_forced_where_it_is_the_only_one():
+    matcher, output = toy_compile(Grammar.regex("ab[cd]e")), []
+    for token, expected in zip(b"abce", [ord("a"), ord("b"), None, ord("e")], strict=True):
+        assert matcher.forced() == expected
+        assert (allowed_tokens(matcher.allowed()) == [expected]) is (expected is not None)
+        output.append(token)
+        matcher.advance(output)
+    assert matcher.is_complete
+
+
+def test_a_grammar_that_fails_forces_nothing():
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    matcher, output = toy_compile(Grammar.json_schema(endless)), []
+    while (token := matcher.forced()) is not None:
+        output.append(token)
+        matcher.advance(output)
+    with pytest.raises(GrammarFailed):
+        matcher.allowed()

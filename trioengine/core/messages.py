@@ -157,7 +157,10 @@ class Ready:
 
 @dataclass(slots=True)  # one for each token: a frozen one takes four times as long to make
 class TokensRow:
-    """One sequence's part of a step; its last row has `finish_reason`, `usage` it and the row of the first token."""
+    """One sequence's part of a step; its last row has `finish_reason`, `usage` it and the row of the first token.
+
+    Without logprobs, tokens that the grammar forces follow the sampled one.
+    """
 
     session: int
     request: int

@@ -94,17 +94,19 @@ class _Vocabulary(TokenizerWrapper):
 class Matcher:
     """How far an answer has followed its grammar."""
 
-    __slots__ = ("_matcher", "_num_taken")
+    __slots__ = ("_mask", "_matcher", "_num_taken")
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
         self._num_taken = 0
+        self._mask: bytes | None = None  # of the next token, once it is computed
 
     def advance(self, output: Sequence[int]) -> None:
         """Take in the tokens of the answer beyond those that it has taken in already."""
         if len(output) > self._num_taken:
             self._matcher.consume_tokens(list(output[self._num_taken :]))
             self._num_taken = len(output)
+            self._mask = None
 
     @property
     def is_complete(self) -> bool:
@@ -113,7 +115,20 @@ class Matcher:
 
     def allowed(self) -> bytes:
         """The tokens that may come next: a bit for each, the first token's lowest. Raises GrammarFailed."""
-        mask = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            raise GrammarFailed(_describe(self._matcher.get_error()))
-        return mask
+        if self._mask is None:
+            mask = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
+            if self._matcher.is_error():
+                raise GrammarFailed(_describe(self._matcher.get_error()))
+            self._mask = mask
+        return self._mask
+
+    def forced(self) -> int | None:
+        """The next token if only one may come; None too if the grammar fails, which `allowed` raises.
+
+        Where text is forced, llguidance allows one token: that with which the tokenizer writes it.
+        """
+        try:
+            bits = int.from_bytes(self.allowed(), "little")
+        except GrammarFailed:
+            return None
+        return bits.bit_length() - 1 if bits and bits & (bits - 1) == 0 else None

@@ -179,7 +179,7 @@ class EngineCore:
                 rows.append(row)
                 if sequence.first_token_at is None and (row.token_ids or row.finish_reason is not None):
                     sequence.first_token_at = now
-                if row.finish_reason is not None or sequence.num_output_tokens == 1:
+                if row.finish_reason is not None or sequence.num_output_tokens == len(row.token_ids) > 0:
                     row.usage = sequence.usage(now)
             if sequence.status is SequenceStatus.FINISHED:
                 self._take_back(sequence)

@@ -10,6 +10,9 @@ row, and so that between two tokens of a sequence that is not preempted no more 
 prompts are computed. A prompt is begun when the one before it is scheduled to its end, so that only the latest running
 sequence can be in the middle of its prefill.
 
+A sampled token is followed at once by the tokens that its grammar forces, up to MAX_FORCED, which are not sampled. Such
+a sequence gets one token of a step, as every decode, and the others in the room that prompts have left.
+
 Order, and why nothing starves: the waiting are sorted by arrival, always, the running by admission. Only the first of
 the waiting is admitted, and it gets blocks for all the tokens it has; only decodes need more blocks later, and when
 there are none the running sequence that was admitted last is preempted and takes its place among the waiting. So, while
@@ -45,6 +48,7 @@ from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.image_queue import Decoder, NoDecoder, PictureDecoded, Waiters
 from trioengine.worker.scheduling.images import PayloadArrived, PictureStatus
 from trioengine.worker.scheduling.sequence import (
+    MAX_FORCED,
     Constraint,
     Limits,
     Sampled,
@@ -158,8 +162,10 @@ class Scheduler:
             self._skips_left = min(MAX_SKIPS, limits.max_num_batched_tokens // limits.chunked_prefill_size - 1)
             plan = StepPlan(limits.chunked_prefill_size, limits.max_tiles_per_step)
             self._schedule_decodes(plan.scheduled)
-            plan.prompt_tokens = min(plan.prompt_tokens, limits.max_num_batched_tokens - len(plan.scheduled))
+            num_decodes = len(plan.scheduled)
+            plan.prompt_tokens = min(plan.prompt_tokens, limits.max_num_batched_tokens - num_decodes)
             self._schedule_prompts(plan)
+            plan.add_forced(num_decodes)
         if not plan.scheduled:
             if self._running or self._waiting:
                 raise InvariantError(f"{len(self._sequences)} sequences, and none of them can be scheduled")
@@ -277,7 +283,7 @@ class Scheduler:
         return left <= 0
 
     def _schedule_decodes(self, scheduled: list[ScheduledSequence]) -> None:
-        """In order of arrival."""
+        """In order of arrival, a token of each; blocks for its forced tokens are there as well."""
         block_size = self.limits.block_size
         for sequence in list(self._running):
             if sequence.status is not SequenceStatus.RUNNING:  # preempted for one before it
@@ -343,16 +349,28 @@ class Scheduler:
                 break
 
     def _append(self, sequence: Sequence, row: TokensRow) -> None:
-        """Append the row's token, unless none was asked for; drop the sequence if it ends with it."""
+        """Append the row's token, unless none was asked for, and to both the tokens that its grammar forces behind it.
+
+        Drop the sequence if it ends with one of them.
+        """
         if sequence.reading:
             self.pictures.stop_reading(sequence)
         if sequence.params.max_tokens == 0:
             row.token_ids, row.logprobs = token_ids(), None
         sequence.token_ids.extend(row.token_ids)
-        self._generation_tokens += len(row.token_ids)
         if sequence.num_output_tokens <= 1:
             self._prompt_tokens += sequence.num_prompt_tokens
+        sequence.num_forced = 0
         row.finish_reason = sequence.finish_reason(self.limits.max_sequence_len)
+        while row.finish_reason is None and sequence.num_forced < MAX_FORCED:
+            token_id = sequence.forced_token()
+            if token_id is None or token_id >= self.limits.vocab_size:
+                break
+            row.token_ids.append(token_id)
+            sequence.token_ids.append(token_id)
+            sequence.num_forced += 1
+            row.finish_reason = sequence.finish_reason(self.limits.max_sequence_len)
+        self._generation_tokens += len(row.token_ids)
         if row.finish_reason is not None:
             self._drop(sequence)
 

@@ -21,6 +21,7 @@ from trioengine.worker.scheduling.images import Picture, PromptImages, Tile, Til
 
 OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
 DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
+MAX_FORCED = 15  # tokens in a row that are not sampled, because a grammar allows no others
 MAX_SCORES = 1024  # tokens of prompts that get their logprobs in one step: some 300 KiB of a frame
 
 
@@ -38,6 +39,10 @@ class Constraint(Protocol):
 
     def allowed(self) -> bytes:
         """The tokens that may come next: a bit for each, the first token's lowest. Raises GrammarFailed."""
+        ...
+
+    def forced(self) -> int | None:
+        """The next token if only one may come; None too if the grammar fails."""
         ...
 
 
@@ -75,6 +80,7 @@ class Sequence:
     reading: tuple[Picture, ...] = ()  # whose decoded tiles are kept for it
     place: int = 0  # in the order of arrival
     constraint: Constraint | None = None  # once its grammar is compiled
+    num_forced: int = 0  # of its latest tokens: appended behind the latest sampled one, because no others could come
 
     @property
     def is_compiling(self) -> bool:
@@ -98,9 +104,9 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only its latest output token is left to compute."""
+        """Whether only its latest output token is left to compute, and forced ones behind it."""
         num_tokens = len(self.token_ids)
-        return num_tokens > self.num_prompt_tokens and num_tokens - self.num_computed_tokens == 1
+        return num_tokens > self.num_prompt_tokens and num_tokens - self.num_computed_tokens <= 1 + self.num_forced
 
     @property
     def max_prefix(self) -> int:
@@ -135,6 +141,18 @@ class Sequence:
         if params.max_tokens is not None and self.num_output_tokens >= params.max_tokens:
             return FinishReason.LENGTH
         return FinishReason.LENGTH if self.num_tokens >= max_sequence_len else None
+
+    def forced_token(self) -> int | None:
+        """The next token if it can be appended without sampling: the only one that its grammar and parameters allow.
+
+        Logprobs need the logits of every token. A stop token before `min_tokens` is left to the sampler, which bans it.
+        """
+        params = self.params
+        if self.constraint is None or params.logprobs is not None:
+            return None
+        token_id = self.constraint.forced()
+        is_stop = token_id in self.eos_token_ids or token_id in params.stop_token_ids
+        return None if is_stop and self.num_output_tokens < params.min_tokens else token_id
 
     @property
     def num_output_tokens(self) -> int:
@@ -294,6 +312,18 @@ class StepPlan:
                     return offset
                 tiles -= 1
         return num_new_tokens
+
+    def add_forced(self, num_decodes: int) -> None:
+        """Let the first entries, the decodes, compute their forced tokens too, in the room that prompts have left.
+
+        With more than one token a decode counts as a chunk of a prompt.
+        """
+        for index, entry in enumerate(self.scheduled[:num_decodes]):
+            sequence = entry.sequence
+            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, self.prompt_tokens)
+            if num_tokens > 1:
+                self.scheduled[index] = ScheduledSequence(sequence, num_tokens)
+                self.prompt_tokens -= num_tokens
 
     def add_prompt(self, sequence: Sequence, num_new_tokens: int) -> None:
         """Schedule as many tokens as `fit` has returned."""
