@@ -9,7 +9,6 @@ import threading
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import openai
@@ -276,12 +275,12 @@ async def test_openai_waits_and_asks_again_when_the_server_is_full():
 
     async with running() as server:
         gate = server.engine.runtime.gate
-        config, gate._config = gate._config, SimpleNamespace(max_sessions=8, max_num_seqs=0, max_num_queued_reqs=0)
+        slots, gate._request_slots = gate._request_slots, (0, "no slots")
 
         async def make_room():
             while not server.engine.statistics().rejected:
                 await gate.changed()
-            gate._config = config
+            gate._request_slots = slots
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(make_room)

@@ -52,6 +52,9 @@ class Gate:
         self.requests = WaitingLine(observers)  # for a request slot
         self.commits = WaitingLine(observers)  # with a request slot, for a worker
         self._config = config
+        running, queued = config.max_num_seqs, config.max_num_queued_reqs
+        # the number of slots, and the settings that it comes from
+        self._request_slots = (running + queued, f"max_num_seqs {running} + max_num_queued_reqs {queued}")
         self._effects = effects
         self._observers = observers
         self._changes = Notifier()
@@ -252,12 +255,6 @@ class Gate:
         if num_taken + count > most:
             message = f"{_shortage(count, most, num_taken, 'request slots')} ({settings})"
             raise EngineOverloaded(message, code="queue", is_full=True)
-
-    @property
-    def _request_slots(self) -> tuple[int, str]:
-        """The number of request slots, and the settings that it comes from."""
-        running, queued = self._config.max_num_seqs, self._config.max_num_queued_reqs
-        return running + queued, f"max_num_seqs {running} + max_num_queued_reqs {queued}"
 
     def _check_capacity(self, count: int) -> None:
         """Raise RequestRejected for more choices at a time than the engine has slots: to wait would be in vain."""
