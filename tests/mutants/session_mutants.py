@@ -115,7 +115,8 @@ SESSION_MUTANTS = (
         "F41",
         "the end of a session strands the reader of its request",
         rewritten(Phase.ENDING, _X, Event.SESSION_ENDED, Transition(Phase.ENDED, _D, (Action.FREE_SESSION,))),
-        shows=r"its time is over|(readers|callers|it) waits? forever|in flight|abort\(\) returned|pins and holders",
+        shows=r"its time is over|(readers|callers|it) waits? forever|its reader waits|in flight|abort\(\) returned"
+        "|pins and holders",
     ),
     Mutant(
         "F62",
