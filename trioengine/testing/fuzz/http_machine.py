@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from trioengine.testing.fuzz.faults import Harm, Life
 from trioengine.testing.fuzz.grammars import NAMES
 from trioengine.testing.fuzz.http_books import ADMIN_KEY, KEYS, HttpBooks, Request, Tally
 from trioengine.testing.fuzz.http_client import BEFORE_THE_HANDLER, FRAMINGS, HttpClient
-from trioengine.testing.fuzz.http_exchange import Ask
+from trioengine.testing.fuzz.http_exchange import RAW_PROMPTS, Ask
 from trioengine.testing.fuzz.http_ids import AbortJudge
 from trioengine.testing.fuzz.http_probes import PROBES, StateJudge
 from trioengine.testing.fuzz.http_raw import RAW
@@ -43,15 +43,6 @@ SWITCHES = (
 PROMPTS = ("a", "be", "<|im_end|>", "be" * 60)
 TOKENS = st.sampled_from((1, 3, 20))
 SEEDS = st.sampled_from((None, 7, 2**63 - 1))
-RAW_PROMPTS: Mapping[str, tuple[str | tuple[int, ...], ...]] = {  # of text completions: texts, or token ids
-    "text": ("be",),
-    "texts": ("be", "a", "be"),
-    "chunk and token": ("be" * 4 + "a",),  # its log-probabilities are whole before the first token of the answer
-    "common prefix": ("be" * 4, "be" * 4 + "a"),
-    "too long": ("a", "be" * 60),
-    "ids": ((98, 258, 101),),
-    "lists of ids": ((97,), (98, 257)),
-}
 IDS = ("chosen-0", "chosen-1", "own")
 
 
@@ -107,9 +98,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     )
     def ask(self, which: int, prompt: str, max_tokens: int, streams: bool, how: str, rounds: int) -> None:
         """A request, maybe while one is answered; how far it gets is given."""
-        pick(self.speakers, which).ask(Ask(prompt, max_tokens, streams), how)
-        if rounds:
-            self._flow(rounds)
+        self._ask(which, Ask(prompt, max_tokens, streams), rounds, how)
 
     @precondition(lambda self: self.has_speakers)
     @recorded(
@@ -140,11 +129,8 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         rounds: int,
     ) -> None:
         """A request with more fields."""
-        more = {"has_usage": True, "n": choices, "seed": seed, "shows_ids": shows_ids}
-        ask = Ask(prompt, 20, streams, stop, min_tokens, stop_token, top_logprobs, **more)
-        pick(self.speakers, which).ask(ask)
-        if rounds:
-            self._flow(rounds)
+        ask = Ask(prompt, 20, streams, stop, min_tokens, stop_token, top_logprobs, has_usage=True)
+        self._ask(which, replace(ask, n=choices, seed=seed, shows_ids=shows_ids), rounds)
 
     @precondition(lambda self: self.has_speakers)
     @recorded(
@@ -158,7 +144,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         grammar=st.sampled_from(("", "", "", *NAMES)),
         streams=st.booleans(),
         shows_ids=st.sampled_from((False, False, True)),
-        rounds=st.sampled_from((0, 0, 6, 9, 20)),
+        rounds=st.sampled_from((0, 6, 7, 8, 9, 20)),
     )
     def complete(
         self,
@@ -178,9 +164,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         ask = Ask("", max_tokens, streams, top_logprobs=top_logprobs, has_usage=True, seed=seed, shows_ids=shows_ids)
         grammar = "" if grammar == "object" or not max_tokens else grammar  # that one is in a field of chats
         ask = replace(ask, prompts=RAW_PROMPTS[prompts], echo=echo or not max_tokens, grammar=grammar)
-        pick(self.speakers, which).ask(replace(ask, n=1 if ask.is_scored else choices))
-        if rounds:
-            self._flow(rounds)
+        self._ask(which, replace(ask, n=1 if ask.is_scored else choices), rounds)
 
     @precondition(lambda self: self.has_speakers)
     @recorded(
@@ -197,9 +181,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     ) -> None:
         """A request with tools: the answer may call them, or what looks like a call is text."""
         ask = Ask("a", max_tokens, streams, has_usage=True, n=choices, seed=seed, tools=use, tool_form=self.tool_form)
-        pick(self.speakers, which).ask(ask)
-        if rounds:
-            self._flow(rounds)
+        self._ask(which, ask, rounds)
 
     @precondition(lambda self: self.has_speakers)
     @recorded(
@@ -224,15 +206,21 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         rounds: int,
     ) -> None:
         """A request for an answer that follows a grammar."""
-        pick(self.speakers, which).ask(Ask("be", max_tokens, streams, stop, min_tokens, grammar=grammar, n=choices))
-        if rounds:
-            self._flow(rounds)
+        self._ask(which, Ask("be", max_tokens, streams, stop, min_tokens, grammar=grammar, n=choices), rounds)
 
     @precondition(lambda self: self.worker is not None and len(self.worker.compiler) > 0)
     @recorded()
     def compile(self) -> None:
         """One grammar is compiled in the worker, beside a step."""
         self._worker().compile()
+
+    @precondition(lambda self: self.worker is not None and bool(self.running_choices))
+    @recorded(which=WHICH)
+    def fail_choice(self, which: int) -> None:
+        """The worker is to fail one of several choices at its next token."""
+        self.faults.strike(Harm.SAMPLING)
+        request = inside.request_id(pick(self.running_choices, which))
+        self._worker().runner.fail_requests.add(request)
 
     @precondition(lambda self: any(client.has_unsent for client in self.clients))
     @recorded(which=WHICH)
@@ -280,9 +268,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     )
     def show(self, which: int, media: str, prompt: str, max_tokens: int, streams: bool, rounds: int) -> None:
         """The same with pictures."""
-        pick(self.speakers, which).ask(Ask(content_of(media, prompt), max_tokens, streams))
-        if rounds:
-            self._flow(rounds)
+        self._ask(which, Ask(content_of(media, prompt), max_tokens, streams), rounds)
 
     @precondition(lambda self: any(client.is_active for client in self.clients))
     @recorded(
@@ -354,9 +340,21 @@ class HttpMachine(ServedEnvironment[HttpClient]):
             self._flow(rounds)
 
     @property
+    def running_choices(self) -> list[inside.SessionActor]:
+        """The sessions of requests with several choices that run."""
+        running = (each for each in inside.sessions(self.engine) if inside.phase(each) is Phase.RUNNING)
+        return [session for session in running if self.requests.is_choice(session)]
+
+    @property
     def idle(self) -> list[HttpClient]:
         """The clients that can send, and wait for nothing."""
         return [client for client in self.speakers if not client.is_active]
+
+    def _ask(self, which: int, ask: Ask, rounds: int, how: str = "whole") -> None:
+        """A client sends a request; how far it gets is given."""
+        pick(self.speakers, which).ask(ask, how)
+        if rounds:
+            self._flow(rounds)
 
     def _abort(self, fields: dict[str, Any], which: int) -> None:
         """Send an abort, on a connection that is idle if there may be one."""

@@ -150,6 +150,9 @@ class ServerEvents:
     def claiming(self, count: int) -> None:
         """From now on slots are taken for so many choices at once."""
 
+    def claim_taken(self) -> None:
+        """The present task takes the slots for a choice that were claimed."""
+
     def claim_refused(self) -> None:
         """The slots for the choices of a request are refused."""
 
@@ -226,7 +229,12 @@ def _claiming(events: ServerEvents, claiming: Any) -> Any:
                 raise
             finally:
                 events.claiming(1)
-            yield give_up
+
+            def taking() -> None:
+                events.claim_taken()
+                give_up()
+
+            yield taking
 
     return tap
 
