@@ -65,7 +65,7 @@ class ChoicesEnvironment(ServedEnvironment[HttpClient]):
         top_logprobs=st.sampled_from((None, None, 0, 2)),
         choices=st.sampled_from((1, 1, 2)),
         seed=SEEDS,
-        grammar=st.sampled_from(("", "", "", *NAMES)),
+        grammar=st.sampled_from(("", "", "", "unknown rule", "unknown rule", *NAMES)),
         streams=st.booleans(),
         shows_ids=st.sampled_from((False, False, True)),
         rounds=st.sampled_from((0, 6, 7, 8, 9, 20)),

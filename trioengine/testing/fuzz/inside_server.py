@@ -32,7 +32,7 @@ from trioengine.testing.fuzz import inside, inside_payloads
 from trioengine.testing.fuzz.oracles import all_going
 from trioengine.text.chat_tokenizer import image_parts
 
-BETWEEN = 1024  # characters of other events, at most, between a check for room and a text
+BETWEEN = 3072  # characters of other events, at most, between a check for room and a text or a call
 
 # ---- the server -----------------------------------------------------------------------------------------------------
 
