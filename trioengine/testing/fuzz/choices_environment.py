@@ -59,7 +59,7 @@ class ChoicesEnvironment(ServedEnvironment[HttpClient]):
     @precondition(lambda self: self.has_speakers)
     @recorded(
         which=WHICH,
-        prompts=st.sampled_from(tuple(RAW_PROMPTS)),
+        prompts=st.sampled_from(("texts", "texts", *RAW_PROMPTS)),
         max_tokens=st.sampled_from((0, 1, 3, 20, 20)),
         echo=st.booleans(),
         top_logprobs=st.sampled_from((None, None, 0, 2)),
