@@ -180,7 +180,7 @@ CHOICE_MUTANTS = (
     ),
     _http(
         "F84",
-        "the log-probabilities of a prompt are those of the next token",
+        "each token of a prompt has the log-probability of the next one",
         replaced(CompletionLogprobs, "prompt", _shift),
         shows="the logprobs of a token are",
     ),

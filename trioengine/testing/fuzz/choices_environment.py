@@ -103,7 +103,7 @@ class ChoicesEnvironment(ServedEnvironment[HttpClient]):
     def ask_with_tools(
         self, which: int, use: str, max_tokens: int, choices: int, seed: int | None, streams: bool, rounds: int
     ) -> None:
-        """A request with tools: the answer may call them, or what looks like a call is text."""
+        """A request with tools: the answer may call them, or have a text that only looks like a call."""
         ask = Ask("a", max_tokens, streams, has_usage=True, n=choices, seed=seed, tools=use, tool_form=self.tool_form)
         self._ask(which, ask, rounds)
 
