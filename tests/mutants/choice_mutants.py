@@ -72,16 +72,6 @@ def _end_only_failed(end_all: Any) -> Any:
     return mutant
 
 
-def _end_the_first(end_all: Any) -> Any:
-    def mutant(self: Choices, cause: Cause) -> None:
-        if cause is Cause.DISCONNECT:
-            self._choices[0].session.end(cause)
-        else:
-            end_all(self, cause)
-
-    return mutant
-
-
 def _keep_claims(answer: Any) -> Any:
     async def mutant(self: Choices, choice: Choice, body: Any) -> None:
         self._give_up_claim = None
@@ -156,19 +146,13 @@ CHOICE_MUTANTS = (
         "F79",
         "a choice that fails does not end the others",
         replaced(Choices, "_end_all", _end_only_failed),
-        shows="has failed, and others go on",
-    ),
-    _http(
-        "F79b",
-        "a client that leaves ends the first choice only",
-        replaced(Choices, "_end_all", _end_the_first),
-        shows="go on for . clients|has failed, and others go on|never end",
+        shows="has failed, and others go on|an answer that has begun is refused",
     ),
     _http(
         "F80",
         "the slots of a request with several choices stay claimed when they are taken",
         replaced(Choices, "_answer", _keep_claims),
-        shows="slots are claimed|are free",
+        shows="slots are claimed|are free|are to have a slot, or none",
     ),
     _http(
         "F80b",
@@ -196,7 +180,7 @@ CHOICE_MUTANTS = (
     ),
     _http(
         "F84",
-        "the log-probabilities of a prompt are those of the next token",
+        "each token of a prompt has the log-probability of the next one",
         replaced(CompletionLogprobs, "prompt", _shift),
         shows="the logprobs of a token are",
     ),

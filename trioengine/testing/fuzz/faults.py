@@ -20,6 +20,7 @@ class Harm(enum.Enum):
     CLOSING = "closing"  # nothing more is admitted
     WAKES = "wakes"  # a worker is to fail one
     OPERATORS = "operators"  # one has ended a request
+    SAMPLING = "sampling"  # the worker is to fail a request
     SLEEPS_ABORT = "sleeps abort"  # a sleep or an update may abort requests that have begun
     SLEEP = "sleep"
     SLEEP_EMPTIES_LINES = "sleep empties lines"  # and so aborts requests that wait for a slot
@@ -32,6 +33,7 @@ _CAUSES = {Harm.SLEEP: Cause.SLEEP, Harm.SHUTDOWN: Cause.SHUTDOWN, Harm.ABORT_AL
 _CODES = {
     "aborted": (Harm.OPERATORS,),
     "asleep": (Harm.SLEEP,),
+    "sampling_failed": (Harm.SAMPLING,),
     "worker_lost": (Harm.WORKERS,),
     "shutting_down": (Harm.CLOSING, Harm.WORKERS),  # the engine may have given up
     "shutdown": (Harm.CLOSING, Harm.WORKERS),

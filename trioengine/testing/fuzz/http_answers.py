@@ -280,7 +280,7 @@ def text_of(token_ids: Sequence[int]) -> str:
 
 
 def check_logprobs(found: Sequence[Any], form: Form, prompt: Sequence[int], token_ids: Sequence[int]) -> None:
-    """Compare the log-probabilities of a choice with the toy model's; those of an echoed prompt come first."""
+    """Compare the log-probabilities of a choice with the toy model's; an echoed prompt comes first."""
     top = form.top_logprobs
     assert top is not None, "they were asked for"
     if form.dialect is CHAT:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,15 @@ from trioengine.testing.fuzz.http_books import Request, Use
 from trioengine.testing.fuzz.shapes import Head
 from trioengine.testing.fuzz.tools import TOOL_USES, Parts, ToolUse, parts_of
 
+RAW_PROMPTS: Mapping[str, tuple[str | tuple[int, ...], ...]] = {  # of text completions: texts, or token ids
+    "text": ("be",),
+    "texts": ("be", "a", "be"),
+    "chunks and token": ("be" * 8 + "a",),  # its log-probabilities are whole before the first token of the answer
+    "common prefix": ("be" * 4, "be" * 4 + "a"),
+    "too long": ("a", "be" * 60),
+    "ids": ((98, 258, 101),),
+    "lists of ids": ((97,), (98, 257)),
+}
 HOT = 2.0  # a temperature at which the toy model's tokens depend on the seed
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -17,10 +16,10 @@ from trioengine.core.lifecycle import Phase
 from trioengine.serve.limits import InFlight
 from trioengine.testing.fuzz import http_probes as probes
 from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz.choices_environment import ChoicesEnvironment
 from trioengine.testing.fuzz.conversations import FILES, content_of
 from trioengine.testing.fuzz.environment import ORDERS
 from trioengine.testing.fuzz.faults import Harm, Life
-from trioengine.testing.fuzz.grammars import NAMES
 from trioengine.testing.fuzz.http_books import ADMIN_KEY, KEYS, HttpBooks, Request, Tally
 from trioengine.testing.fuzz.http_client import BEFORE_THE_HANDLER, FRAMINGS, HttpClient
 from trioengine.testing.fuzz.http_exchange import Ask
@@ -30,9 +29,7 @@ from trioengine.testing.fuzz.http_raw import RAW
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.peers import WHICH
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.served import ServedEnvironment
 from trioengine.testing.fuzz.shapes import Head, check_problem, has_fields
-from trioengine.testing.fuzz.tools import CALLING, TOOL_USES
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import PeerState
 
@@ -42,20 +39,10 @@ SWITCHES = (
 )
 PROMPTS = ("a", "be", "<|im_end|>", "be" * 60)
 TOKENS = st.sampled_from((1, 3, 20))
-SEEDS = st.sampled_from((None, 7, 2**63 - 1))
-RAW_PROMPTS: Mapping[str, tuple[str | tuple[int, ...], ...]] = {  # of text completions: texts, or token ids
-    "text": ("be",),
-    "texts": ("be", "a", "be"),
-    "chunk and token": ("be" * 4 + "a",),  # its log-probabilities are whole before the first token of the answer
-    "common prefix": ("be" * 4, "be" * 4 + "a"),
-    "too long": ("a", "be" * 60),
-    "ids": ((98, 258, 101),),
-    "lists of ids": ((97,), (98, 257)),
-}
 IDS = ("chosen-0", "chosen-1", "own")
 
 
-class HttpMachine(ServedEnvironment[HttpClient]):
+class HttpMachine(ChoicesEnvironment):
     """Rules are actions of clients and of the operator of the server."""
 
     horizon = 120.0  # past the timeouts, one after the other
@@ -107,132 +94,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     )
     def ask(self, which: int, prompt: str, max_tokens: int, streams: bool, how: str, rounds: int) -> None:
         """A request, maybe while one is answered; how far it gets is given."""
-        pick(self.speakers, which).ask(Ask(prompt, max_tokens, streams), how)
-        if rounds:
-            self._flow(rounds)
-
-    @precondition(lambda self: self.has_speakers)
-    @recorded(
-        which=WHICH,
-        prompt=st.sampled_from(("a", "be")),
-        streams=st.booleans(),
-        stop=st.sampled_from((None, "a", "e ", "th", "abcde")),
-        min_tokens=st.sampled_from((0, 0, 2, 9)),
-        stop_token=st.sampled_from((None, None, ord("e"), ord(" "))),
-        top_logprobs=st.sampled_from((None, None, 0, 2)),
-        choices=st.sampled_from((1, 1, 2, 3)),
-        seed=SEEDS,
-        shows_ids=st.sampled_from((False, False, True)),
-        rounds=st.sampled_from((0, 0, 6, 9, 20)),
-    )
-    def ask_more(
-        self,
-        which: int,
-        prompt: str,
-        streams: bool,
-        stop: str | None,
-        min_tokens: int,
-        stop_token: int | None,
-        top_logprobs: int | None,
-        choices: int,
-        seed: int | None,
-        shows_ids: bool,
-        rounds: int,
-    ) -> None:
-        """A request with more fields."""
-        more = {"has_usage": True, "n": choices, "seed": seed, "shows_ids": shows_ids}
-        ask = Ask(prompt, 20, streams, stop, min_tokens, stop_token, top_logprobs, **more)
-        pick(self.speakers, which).ask(ask)
-        if rounds:
-            self._flow(rounds)
-
-    @precondition(lambda self: self.has_speakers)
-    @recorded(
-        which=WHICH,
-        prompts=st.sampled_from(tuple(RAW_PROMPTS)),
-        max_tokens=st.sampled_from((0, 1, 3, 20, 20)),
-        echo=st.booleans(),
-        top_logprobs=st.sampled_from((None, None, 0, 2)),
-        choices=st.sampled_from((1, 1, 2)),
-        seed=SEEDS,
-        grammar=st.sampled_from(("", "", "", *NAMES)),
-        streams=st.booleans(),
-        shows_ids=st.sampled_from((False, False, True)),
-        rounds=st.sampled_from((0, 0, 6, 9, 20)),
-    )
-    def complete(
-        self,
-        which: int,
-        prompts: str,
-        max_tokens: int,
-        echo: bool,
-        top_logprobs: int | None,
-        choices: int,
-        seed: int | None,
-        grammar: str,
-        streams: bool,
-        shows_ids: bool,
-        rounds: int,
-    ) -> None:
-        """A text completion. Without a token to come, the prompts are echoed, and scored prompts have one choice."""
-        ask = Ask("", max_tokens, streams, top_logprobs=top_logprobs, has_usage=True, seed=seed, shows_ids=shows_ids)
-        grammar = "" if grammar == "object" or not max_tokens else grammar  # that one is in a field of chats
-        ask = replace(ask, prompts=RAW_PROMPTS[prompts], echo=echo or not max_tokens, grammar=grammar)
-        pick(self.speakers, which).ask(replace(ask, n=1 if ask.is_scored else choices))
-        if rounds:
-            self._flow(rounds)
-
-    @precondition(lambda self: self.has_speakers)
-    @recorded(
-        which=WHICH,
-        use=st.sampled_from((*CALLING, *TOOL_USES)),
-        max_tokens=st.sampled_from((66, 66, 66, 57, 20)),
-        choices=st.sampled_from((1, 1, 2)),
-        seed=SEEDS,
-        streams=st.sampled_from((True, True, False)),
-        rounds=st.sampled_from((0, 0, 20, 80, 80)),
-    )
-    def ask_with_tools(
-        self, which: int, use: str, max_tokens: int, choices: int, seed: int | None, streams: bool, rounds: int
-    ) -> None:
-        """A request with tools: the answer may call them, or what looks like a call is text."""
-        ask = Ask("a", max_tokens, streams, has_usage=True, n=choices, seed=seed, tools=use, tool_form=self.tool_form)
-        pick(self.speakers, which).ask(ask)
-        if rounds:
-            self._flow(rounds)
-
-    @precondition(lambda self: self.has_speakers)
-    @recorded(
-        which=WHICH,
-        grammar=st.sampled_from(NAMES),
-        streams=st.booleans(),
-        stop=st.sampled_from((None, None, "e")),
-        min_tokens=st.sampled_from((0, 0, 9)),
-        max_tokens=st.sampled_from((40, 12)),
-        choices=st.sampled_from((1, 1, 2)),
-        rounds=st.sampled_from((0, 0, 6, 9, 20)),
-    )
-    def ask_by_grammar(
-        self,
-        which: int,
-        grammar: str,
-        streams: bool,
-        stop: str | None,
-        min_tokens: int,
-        max_tokens: int,
-        choices: int,
-        rounds: int,
-    ) -> None:
-        """A request for an answer that follows a grammar."""
-        pick(self.speakers, which).ask(Ask("be", max_tokens, streams, stop, min_tokens, grammar=grammar, n=choices))
-        if rounds:
-            self._flow(rounds)
-
-    @precondition(lambda self: self.worker is not None and len(self.worker.compiler) > 0)
-    @recorded()
-    def compile(self) -> None:
-        """One grammar is compiled in the worker, beside a step."""
-        self._worker().compile()
+        self._ask(which, Ask(prompt, max_tokens, streams), rounds, how)
 
     @precondition(lambda self: any(client.has_unsent for client in self.clients))
     @recorded(which=WHICH)
@@ -280,9 +142,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     )
     def show(self, which: int, media: str, prompt: str, max_tokens: int, streams: bool, rounds: int) -> None:
         """The same with pictures."""
-        pick(self.speakers, which).ask(Ask(content_of(media, prompt), max_tokens, streams))
-        if rounds:
-            self._flow(rounds)
+        self._ask(which, Ask(content_of(media, prompt), max_tokens, streams), rounds)
 
     @precondition(lambda self: any(client.is_active for client in self.clients))
     @recorded(

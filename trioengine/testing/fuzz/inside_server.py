@@ -32,7 +32,7 @@ from trioengine.testing.fuzz import inside, inside_payloads
 from trioengine.testing.fuzz.oracles import all_going
 from trioengine.text.chat_tokenizer import image_parts
 
-BETWEEN = 1024  # characters of other events, at most, between a check for room and a text
+BETWEEN = 3072  # characters of other events, at most, between a check for room and a text or a call
 
 # ---- the server -----------------------------------------------------------------------------------------------------
 
@@ -150,6 +150,9 @@ class ServerEvents:
     def claiming(self, count: int) -> None:
         """From now on slots are taken for so many choices at once."""
 
+    def claim_taken(self) -> None:
+        """The present task takes the slots for a choice that were claimed."""
+
     def claim_refused(self) -> None:
         """The slots for the choices of a request are refused."""
 
@@ -226,7 +229,12 @@ def _claiming(events: ServerEvents, claiming: Any) -> Any:
                 raise
             finally:
                 events.claiming(1)
-            yield give_up
+
+            def taking() -> None:
+                events.claim_taken()
+                give_up()
+
+            yield taking
 
     return tap
 

@@ -29,8 +29,6 @@ from trioengine.testing.fuzz.tools import TOOL_USES
 from trioengine.testing.simulated_peer import PeerState, SimulatedClient
 
 PATH = "/v1/realtime"
-
-
 _ANSWERS = ("session.updated", "conversation.item.deleted", "conversation.item.truncated", "response.created")
 
 

@@ -201,7 +201,7 @@ class ResponseEvents:
     def _next(self) -> tuple[str, ...]:
         last = self._seen[-1] if self._seen else "created"
         of_item = "conversation.item."
-        begun = ("content_part.added",)
+        begun: tuple[str, ...] = ("content_part.added",)
         if self.outputs and self.outputs[-1][0] == "function_call":
             begun = ("function_call_arguments.delta", "function_call_arguments.done")
         done = (f"{of_item}done",) if self._is_in_conversation else ("output_item.done",)

@@ -91,6 +91,10 @@ class RequestLog(Observer):
         """The last request that a task has made."""
         return None if task is None else self._by_task.get(task)
 
+    def is_choice(self, session: inside.SessionActor) -> bool:
+        """Whether its request is one of several choices."""
+        return _request_of(session.label) is not None
+
     def check_choices(self, going: Sequence[inside.SessionActor]) -> None:
         """No task can run: no choice of a request goes on when another one, which has its label, has failed."""
         of_going = {_request_of(session.label) for session in going} - {None}
@@ -205,6 +209,7 @@ class AdmissionLog(Observer):
         self._arrivals: dict[trio.lowlevel.Task, int] = {}
         self._is_serving = False
         self.needed = 1  # slots that are to be taken at once
+        self.claimants: set[trio.lowlevel.Task] = set()  # that take slots which were claimed before
 
     def line_joined(self, line: object) -> None:
         self._arrivals[trio.lowlevel.current_task()] = next(self._tickets)
@@ -224,7 +229,7 @@ class AdmissionLog(Observer):
         if slot is Slot.REQUEST:
             self.requests.add(id)
         waiting = inside.num_in_line_for_slot(self._engine, is_session=slot is Slot.SESSION)
-        if waiting and not self._is_serving:
+        if waiting and not self._is_serving and trio.lowlevel.current_task() not in self.claimants:
             self._complain(f"a newcomer is admitted, and {waiting} wait in the line")
 
     def slot_refused(self, slot: Slot, error: Exception) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
+import trio
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
@@ -67,6 +68,9 @@ class ServerWatch(inside_server.ServerEvents):
 
     def claiming(self, count: int) -> None:
         self._admissions.needed = count
+
+    def claim_taken(self) -> None:
+        self._admissions.claimants.add(trio.lowlevel.current_task())
 
     def claim_refused(self) -> None:
         self._requests.num_claims_refused += 1

@@ -154,7 +154,7 @@ def items_of(answer: str, form: str) -> list[tuple[str, str]]:
 
 
 def parts_of(answer: str, form: str) -> Parts:
-    """Divide a whole answer into text and calls; what is not a call is text, and the end of a call may be missing."""
+    """Divide a whole answer into text and calls; all but calls is text, and the end of a call may be missing."""
     text, calls, rest = "", [], answer
     while (begin := _BEGIN[form].search(rest)) is not None:
         head = _CALL_HEAD.match(rest, begin.end())
