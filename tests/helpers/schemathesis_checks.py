@@ -4,6 +4,7 @@ schemathesis's own checks pass members that no schema names, and do not read eve
 checked is a line of `checked.txt` in the working directory: the operation, and the status.
 """
 
+import os
 from pathlib import Path
 
 import schemathesis
@@ -24,3 +25,10 @@ def as_described(ctx, response, case) -> None:
         described.check_other_method(operation.path, answer)
     with Path("checked.txt").open("a") as file:
         print(case.method.upper(), operation.path, answer.status, headers["content-type"], file=file)
+
+
+@schemathesis.hook
+def before_call(ctx, case, kwargs) -> None:
+    """Ask for a stream, if the environment says STREAMED: few of the cases do by themselves."""
+    if "STREAMED" in os.environ and isinstance(case.body, dict):
+        case.body["stream"] = True
