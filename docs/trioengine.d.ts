@@ -24,6 +24,33 @@ export interface Message {
   content: string | (TextPart | ImagePart)[];
 }
 
+/** A function that the model may call. */
+export interface Tool {
+  type: "function";
+  name: string;
+  description?: string | null;
+  /** A JSON Schema of an object. */
+  parameters?: Record<string, unknown> | null;
+}
+
+export type ToolChoice = "auto" | "none" | "required" | { type: "function"; name: string };
+
+export interface ToolCall {
+  call_id: string;
+  name: string;
+  /** JSON of an object. */
+  arguments: string;
+}
+
+/** The output of a call, for `generate`. */
+export interface ToolOutput {
+  call_id: string;
+  output: string;
+}
+
+/** An entry of a conversation. */
+export type Entry = Message | ({ type: "function_call" } & ToolCall) | ({ type: "function_call_output" } & ToolOutput);
+
 /** The bytes of an image's file, or its data URL. */
 export type Media = Blob | ArrayBuffer | ArrayBufferView | string;
 
@@ -45,6 +72,9 @@ export interface Settings {
   ignore_eos?: boolean | null;
   logit_bias?: Record<string, number> | null;
   skip_special_tokens?: boolean | null;
+  tools?: Tool[] | null;
+  tool_choice?: ToolChoice | null;
+  parallel_tool_calls?: boolean | null;
   /** For a conversation that outgrows the context: leave out the oldest turns, or refuse. */
   truncation?: "auto" | "disabled" | { type: "retention_ratio"; retention_ratio: number } | null;
 }
@@ -75,18 +105,26 @@ export interface Item {
   content: { type: string; text?: string; image_url?: null }[];
 }
 
+export interface CallItem extends ToolCall {
+  id: string;
+  type: "function_call";
+  status: "in_progress" | "completed" | "incomplete";
+}
+
 /** The server's description of a response. */
 export interface Response {
   id: string;
   status: Status;
   status_details: { type: string; reason?: string; error?: { type: string; code: string; message: string } } | null;
-  output: Item[];
+  output: (Item | CallItem)[];
   usage: Usage | null;
   [name: string]: unknown;
 }
 
 export interface Result {
   text: string;
+  /** The whole calls of tools in the answer. */
+  tool_calls: ToolCall[];
   status: Status;
   usage: Usage | null;
   /** How many of the oldest turns were left out of the prompt. */
@@ -105,7 +143,7 @@ export interface Options extends Pick<GenerationOptions, "keepPartial"> {
   /** The name of the model that the server must serve. */
   model?: string;
   /** Messages to begin the conversation with. */
-  history?: Message[];
+  history?: Entry[];
   /** Called when the state of the server's engine changes. */
   onState?: (state: EngineState) => void;
   /** Called when the connection is lost. */
@@ -143,11 +181,11 @@ export class Session {
   /** The server's id of the latest connection. */
   readonly id: string | null;
   /** The committed conversation. */
-  readonly history: Message[];
+  readonly history: Entry[];
   open(): Promise<void>;
   update(settings: Settings): Promise<SessionSettings>;
   say(text: string, role?: Role): Promise<Item>;
-  generate(text?: string, settings?: ResponseSettings, options?: GenerationOptions): Generation;
+  generate(prompt?: string | ToolOutput[], settings?: ResponseSettings, options?: GenerationOptions): Generation;
   close(): Promise<void>;
 }
 
@@ -157,6 +195,8 @@ export class Generation implements AsyncIterable<string> {
   readonly text: string;
   /** The server's latest description of the response. */
   readonly response: Response | null;
+  /** The whole calls of tools in the answer, when it is over. */
+  readonly tool_calls: ToolCall[];
   /** Whether the server has finished with it. */
   readonly isOver: boolean;
   readonly isCancelled: boolean;

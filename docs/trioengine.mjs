@@ -55,7 +55,7 @@ export class Session {
   id = null; // the server's id of the latest connection
   #address;
   #options;
-  #items; // of the conversation, in order: {id, role, text, isCommitted}, and parts if it has images
+  #items; // of the conversation, in order: {id, role, text, isCommitted}, and parts if it has images; or {id, tool, …}
   #parts = new Map(); // of questions with images that the server has not confirmed yet: item id -> parts
   #settings = {};
   #connection = null; // null: not opened yet, or lost
@@ -79,16 +79,19 @@ export class Session {
     this.#options = options;
     const history = options.history ?? [];
     if (!Array.isArray(history)) throw new TypeError("history must be an array of messages");
-    this.#items = history.map(({ role, content }) => {
+    this.#items = history.map((message) => {
+      const id = this.#newId("item"), { role, content } = message;
+      if (isOfTool(message)) return { id, tool: toolItem(message), isCommitted: true };
       const parts = Array.isArray(content) ? content : null;
-      return { id: this.#newId("item"), role, text: textOf(content), parts, isCommitted: true };
+      return { id, role, text: textOf(content), parts, isCommitted: true };
     });
   }
 
-  /** The committed conversation as chat messages; a content with images is a list of parts with data URLs. */
+  /** The committed conversation as chat messages, and items of tools' calls and outputs; a content with images is a list of
+   *  parts with data URLs. */
   get history() {
     const committed = this.#items.filter((item) => item.isCommitted);
-    return committed.map(({ role, text, parts }) => ({ role, content: parts ?? text }));
+    return committed.map(({ role, text, parts, tool }) => tool ?? { role, content: parts ?? text });
   }
 
   /** Connect, unless connected. Throws a TrioengineError with the reason on failure. */
@@ -109,11 +112,11 @@ export class Session {
     return this.#ask(() => creation({ id: this.#newId("item"), role, text }));
   }
 
-  /** Ask for an answer, to this text or to the present conversation. Throws session_busy while another question is
+  /** Ask for an answer, to this text, to outputs of tools (`[{ call_id, output }]`), or to the present conversation. Throws session_busy while another question is
    *  unanswered; a cancelled question is waited for. With `keepPartial` the turn stays in the conversation even if it is
    *  cancelled or fails, with the part of the answer that arrived. `media` are images before the text: Blobs,
-   *  ArrayBuffers, views of these, or data URLs. */
-  generate(text, settings = {}, options = {}) {
+   *  ArrayBuffers, views of these, or data URLs. Calls of the settings' `tools` are in the result's `tool_calls`. */
+  generate(prompt, settings = {}, options = {}) {
     checkNames("generate", options, GENERATION_OPTIONS);
     const { keepPartial = this.#options.keepPartial ?? false, media = [] } = options;
     const previous = this.#latest;
@@ -126,12 +129,15 @@ export class Session {
     }
     const generation = new Generation(keepPartial, () => this.#cancel(generation));
     this.#latest = generation;
-    const start = (parts) => this.#start(generation, text, settings, parts);
+    const start = (questions) => this.#start(generation, questions, settings);
     if (media.length > 0) {
-      const parts = partsOf(media, text);
-      Promise.all([parts, previous?.over]).then(([parts]) => start(parts), (error) => generation.end(error));
-    } else if (previous === null || previous.isOver) start(null);
-    else previous.over.then(() => start(null));
+      const questions = questionsOf(prompt, media);
+      Promise.all([questions, previous?.over]).then(([questions]) => start(questions), (error) => generation.end(error));
+    } else {
+      const questions = questionsOfPrompt(prompt);
+      if (previous === null || previous.isOver) start(questions);
+      else previous.over.then(() => start(questions));
+    }
     return generation;
   }
 
@@ -202,19 +208,18 @@ export class Session {
 
   // ---- questions
 
-  #start(generation, text, settings, parts) {
+  #start(generation, questions, settings) {
     if (generation.isCancelled) return generation.end(null);
     if (this.#connection === null) {
-      const retry = () => this.#start(generation, text, settings, parts);
+      const retry = () => this.#start(generation, questions, settings);
       return this.#connected().then(retry, (error) => generation.end(error));
     }
     this.#running = generation;
-    if (text !== undefined || parts !== null) {
+    for (const question of questions) {
       const id = this.#newId("item");
       generation.itemIds.push(id);
-      if (parts !== null) this.#parts.set(id, parts);
-      const question = this.#connection.ask(...creation({ id, role: "user", text, parts }));
-      question.catch((error) => this.#spoil(generation, error));
+      if (question.parts) this.#parts.set(id, question.parts);
+      this.#connection.ask(...creation({ id, ...question })).catch((error) => this.#spoil(generation, error));
     }
     generation.id = this.#newId("ask");
     this.#connection.post(generation.id, { type: "response.create", response: settings });
@@ -245,12 +250,19 @@ export class Session {
   #commit(generation, items) {
     for (const item of items) item.isCommitted = true;
     for (const id of generation.response.dropped_item_ids ?? []) this.#delete(id); // the model no longer sees them
-    const answer = items.at(-1);
-    if (answer.text !== generation.text) {
-      answer.text = generation.text;
-      const place = { item_id: answer.id, content_index: 0, text_end: [...answer.text].length };
-      this.#connection?.post(`truncate_${answer.id}`, { type: "conversation.item.truncate", ...place });
+    for (const answer of items) {
+      if (answer.isCut) this.#delete(answer.id); // a call without its end
+      else if (answer.role === "assistant") this.#truncate(answer, generation.textOf(answer.id));
     }
+  }
+
+  /** Keep only the text that arrived before a cancel. */
+  #truncate(answer, text) {
+    if (answer.text === text) return;
+    if (text === "") return this.#delete(answer.id);
+    answer.text = text;
+    const place = { item_id: answer.id, content_index: 0, text_end: [...text].length };
+    this.#connection?.post(`truncate_${answer.id}`, { type: "conversation.item.truncate", ...place });
   }
 
   #delete(id) {
@@ -276,7 +288,7 @@ export class Session {
         if (isOurs) running.itemIds.push(event.item.id);
         return;
       case "response.output_text.delta":
-        if (isOurs) running.add(event.delta);
+        if (isOurs) running.add(event.delta, event.item_id);
         return;
       case "response.done":
         if (isOurs) this.#done(running, event.response);
@@ -288,17 +300,25 @@ export class Session {
     }
   }
 
-  #add({ id, role }, previous) {
+  #add(item, previous) {
+    const { id, role } = item;
     if (this.#items.some((item) => item.id === id)) return; // sent again after a loss
     const index = this.#items.findIndex((item) => item.id === previous) + 1;
-    this.#items.splice(index, 0, { id, role, text: "", parts: this.#parts.get(id) ?? null, isCommitted: false });
+    const content = isOfTool(item)
+      ? { tool: toolItem(item) }
+      : { role, text: "", parts: this.#parts.get(id) ?? null };
+    this.#items.splice(index, 0, { id, ...content, isCommitted: false });
     this.#parts.delete(id);
   }
 
-  #complete({ id, content }) {
+  #complete(completed) {
+    const { id, content } = completed;
     const item = this.#items.find((item) => item.id === id);
     if (item === undefined || item.isCommitted) return;
-    item.text = textOf(content);
+    if (isOfTool(completed)) {
+      item.tool = toolItem(completed);
+      item.isCut = completed.status === "incomplete";
+    } else item.text = textOf(content);
     item.isCommitted = !this.#running?.itemIds.includes(id);
   }
 
@@ -328,6 +348,7 @@ export class Generation {
   problem = null; // of the error event about it
   #keepPartial;
   #onCancel;
+  #texts = new Map(); // item id -> its text
   #unread = "";
   #error = null;
   #isSpoiled = false;
@@ -349,13 +370,19 @@ export class Generation {
     this.#onCancel();
   }
 
-  /** Read to the end: {text, status, usage, droppedTurns}. */
+  /** The whole calls of tools in the answer, when it is over: [{call_id, name, arguments}]; the arguments are JSON. */
+  get tool_calls() {
+    const calls = this.response?.output.filter(({ type, status }) => type === "function_call" && status === "completed");
+    return (calls ?? []).map(({ call_id, name, arguments: json }) => ({ call_id, name, arguments: json }));
+  }
+
+  /** Read to the end: {text, tool_calls, status, usage, droppedTurns}. */
   async result() {
     for await (const _ of this);
     await this.over;
     const status = this.isCancelled ? "cancelled" : this.response.status;
     const { usage = null, dropped_turns: droppedTurns = 0 } = this.response ?? {};
-    return { text: this.text, status, usage, droppedTurns };
+    return { text: this.text, tool_calls: this.tool_calls, status, usage, droppedTurns };
   }
 
   async *[Symbol.asyncIterator]() {
@@ -383,9 +410,14 @@ export class Generation {
     return isWhole || (this.#keepPartial && this.text !== "");
   }
 
-  add(text) {
+  textOf(itemId) {
+    return this.#texts.get(itemId) ?? "";
+  }
+
+  add(text, itemId) {
     if (this.isCancelled || this.#isSpoiled) return;
     this.text += text;
+    this.#texts.set(itemId, this.textOf(itemId) + text);
     this.#unread += text;
     this.#notify();
   }
@@ -523,7 +555,8 @@ function addressOf(url, model) {
 }
 
 /** Return the event that creates this item, with its id. */
-function creation({ id, role, text, parts }) {
+function creation({ id, role, text, parts, tool }) {
+  if (tool !== undefined) return [`create_${id}`, { type: "conversation.item.create", item: { id, ...tool } }];
   const type = role === "assistant" ? "output_text" : "input_text";
   const content = (parts ?? [{ type: "text", text }]).map((part) =>
     part.type === "text" ? { type, text: part.text } : { type: "input_image", image_url: part.image_url.url });
@@ -533,6 +566,28 @@ function creation({ id, role, text, parts }) {
 /** Return the text of a message's content. */
 function textOf(content) {
   return typeof content === "string" ? content : content.map((part) => part.text ?? "").join("");
+}
+
+function isOfTool({ type }) {
+  return type === "function_call" || type === "function_call_output";
+}
+
+/** Return the members of a call, or of the output of one, that make it up. */
+function toolItem({ type, call_id, name, arguments: json, output }) {
+  return type === "function_call" ? { type, call_id, name, arguments: json } : { type, call_id, output };
+}
+
+/** Return the items of a question: a message, outputs of tools, or none. */
+function questionsOfPrompt(prompt) {
+  if (prompt === undefined) return [];
+  if (!Array.isArray(prompt)) return [{ role: "user", text: prompt, parts: null }];
+  return prompt.map((output) => ({ tool: toolItem({ ...output, type: "function_call_output" }) }));
+}
+
+/** Return the items of a question with images; behind outputs of tools the images are a message of their own. */
+async function questionsOf(prompt, media) {
+  if (!Array.isArray(prompt)) return [{ role: "user", text: prompt, parts: await partsOf(media, prompt) }];
+  return [...questionsOfPrompt(prompt), { role: "user", parts: await partsOf(media) }];
 }
 
 /** Return the parts of a question: its images, then its text. */

@@ -1,4 +1,4 @@
-"""Write tiny_reference.json: transformers' greedy answers of the tiny checkpoints, in float32.
+"""Write tiny_reference.json: transformers' greedy answers and scores of the tiny checkpoints, in float32.
 
 Needs torch, safetensors and transformers, which is no test dependency.
 Usage: python make_tiny_reference.py
@@ -29,11 +29,15 @@ def main() -> None:
                 gaps.append(float(best[0] - best[1]))
                 ids.append(int(logits.argmax()))
             output = ids[len(tiny_llama.PROMPT) :]
-            first = model(torch.tensor([tiny_llama.PROMPT])).logits[0, -1].log_softmax(-1)
+            scores = model(torch.tensor([tiny_llama.PROMPT])).logits[0].float().log_softmax(-1)
             reference[variant] = {
                 "output": output,
-                "logprob": float(first[output[0]]),
+                "logprob": float(scores[-1, output[0]]),
                 "min_gap": round(min(gaps), 6),
+                "prompt_logprobs": [
+                    round(float(scores[at, token]), 6) for at, token in enumerate(tiny_llama.PROMPT[1:])
+                ],
+                "best_logprobs": [round(float(best), 6) for best in scores[:-1].max(-1).values],
             }
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(case)}" for name, case in reference.items())
     Path(__file__).with_name("tiny_reference.json").write_text("{\n" + lines + "\n}\n")

@@ -11,12 +11,14 @@ import trio
 from trio.testing import memory_stream_pair
 from trio_websocket import wrap_client_stream
 
+from helpers.secured import CERTIFICATE, secured, server_context
 from trioengine import Engine, EngineConfig
 from trioengine.actors.observer import Observer
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.limits import ByteBudget, Held
 from trioengine.serve.server import Server
 from trioengine.testing import Simulation, simulated_engine
+from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import DEFAULT_LIMITS
 
 HOST = "localhost"
@@ -155,12 +157,15 @@ class HttpClient:
 
 
 class Clients:
-    """A server, and ways to reach it."""
+    """A server, and ways to reach it; with `tls` they are all secured by its certificate."""
 
-    def __init__(self, engine, simulation, nursery, **options):
+    def __init__(self, engine, simulation, nursery, *, tls=False, **options):
         self.engine = engine
         self.simulation = simulation
-        self.server = Server(engine, ServeConfig(**{"served_model_name": "toy"} | options))
+        certificate = {"ssl_certfile": CERTIFICATE} if tls else {}
+        config = ServeConfig(**{"served_model_name": "toy"} | certificate | options)
+        self.server = Server(engine, config, server_context() if tls else None)
+        self._tls = tls
         self._nursery = nursery
         self.served = []
         self._num_open = 0
@@ -168,6 +173,11 @@ class Clients:
 
     def stream(self, ours=None, theirs=None):
         """A connection as bytes; returns the client's end."""
+        ours = self.plain_stream(ours, theirs)
+        return secured(ours) if self._tls else ours
+
+    def plain_stream(self, ours=None, theirs=None):
+        """A connection as the bytes on the wire, before TLS."""
         if ours is None:
             ours, theirs = memory_stream_pair()
         self._num_open += 1
@@ -238,9 +248,10 @@ class Clients:
 
 
 @asynccontextmanager
-async def open_clients(config=None, limits=DEFAULT_LIMITS, **options):
+async def open_clients(config=None, limits=DEFAULT_LIMITS, behaviours=(Behaviour(),), **options):
     """A server with these fields of its ServeConfig, whose engine is ready; at the end nothing may be left."""
-    async with simulated_engine(config, limits=limits) as (engine, simulation), trio.open_nursery() as nursery:
+    engine = simulated_engine(config, limits=limits, behaviours=behaviours)
+    async with engine as (engine, simulation), trio.open_nursery() as nursery:
         clients = Clients(engine, simulation, nursery, **options)
         yield clients
         clients.server.connections.close_idle()
@@ -291,8 +302,11 @@ async def finished(engine, count):
 
 
 async def receive_late(stream, size, send_timeout):
-    """Receive when nearly half of the time has passed after which its client is taken for gone; a simulated time."""
-    await trio.sleep(0.45 * send_timeout)
+    """Receive a slice as the server sends it, or over TLS a quarter of it, which is one record.
+
+    It comes when nearly half of the time has passed after which its client is taken for gone; a simulated time.
+    """
+    await trio.sleep(0.45 * send_timeout / (4 if isinstance(stream, trio.SSLStream) else 1))
     return await stream.receive_some(size)
 
 

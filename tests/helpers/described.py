@@ -48,6 +48,15 @@ class Described:
         self.seen.add((operation["operationId"], answer.status, kind))
         return answer
 
+    def check_other_method(self, path, answer):
+        """Check the response to a method that the path does not describe."""
+        methods = {method.upper() for method in self.document["paths"][path]}
+        if answer.status == 405:
+            allowed = set(answer.headers["allow"].split(", "))
+            assert allowed == methods | ({"HEAD"} if "GET" in methods else set()), (allowed, methods)
+        assert not 200 <= answer.status < 300 and answer.status in (400, 401, 403, 405), answer
+        self.check_json({"$ref": "#/components/schemas/ErrorBody"}, json.loads(answer.body))
+
     def check_json(self, schema, value):
         whole = {**schema, "components": self._components}
         errors = [f"{error.json_path}: {error.message}" for error in OAS31Validator(whole).iter_errors(value)]

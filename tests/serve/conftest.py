@@ -13,9 +13,15 @@ def engine_config():
 
 
 @pytest.fixture
-async def clients(autojump_clock, engine_config):
+def tls():
+    """Whether the connections of `clients` are secured; a module that tries both has a fixture of its own."""
+    return False
+
+
+@pytest.fixture
+async def clients(autojump_clock, engine_config, tls):
     """A server whose engine is ready; at the end no session, request or task may be left."""
-    async with open_clients(engine_config) as clients:
+    async with open_clients(engine_config, tls=tls) as clients:
         yield clients
 
 

@@ -5,28 +5,22 @@ The cases of one protocol are in test_chat_disconnects.py and test_realtime_disc
 
 import dataclasses
 import logging
-from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from helpers.clients import CHAT, Clients, chat, first_token
-from helpers.frames import HANDSHAKE, SAY, event, read_until
-from trio.testing import wait_all_tasks_blocked
+from helpers.clients import CHAT, chat, first_token, open_clients
+from helpers.frames import HANDSHAKE, read_until
+from helpers.kinds import KINDS, ROOM, WEBSOCKETS
+from helpers.secured import end_sending
+from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 
 from trioengine import EngineConfig
 from trioengine.core.types import Cause
-from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
-from trioengine.testing.simulation import DEFAULT_LIMITS
 
 CLOSED = "client disconnected: it closed the connection"
 SLOW = "client disconnected: it did not read, send or answer in time"
 STEP = 0.2  # seconds
-LONG = {"temperature": 0, "max_output_tokens": 300, "ignore_eos": True}
-
-
-async def leave_cleanly(stream):
-    await stream.send_eof()
 
 
 async def leave_at_once(stream):
@@ -34,41 +28,33 @@ async def leave_at_once(stream):
     await trio.aclose_forcefully(stream)
 
 
-LEAVING = [leave_cleanly, leave_at_once]
+LEAVING = [end_sending, leave_at_once]
 
 
-def chat_request(stream):
-    async def ask(clients, client):
-        await client.send("POST", CHAT, chat("you", stream=stream, max_tokens=300))
-
-    return ask
-
-
-def realtime_request(**options):
-    async def ask(clients, client):
-        await client.stream.send_all(HANDSHAKE)
-        await read_until(client.stream, b"session.created")
-        await client.stream.send_all(SAY + event("response.create", response=LONG | options))
-
-    return ask
-
-
-KINDS = {
-    "whole": chat_request(stream=False),
-    "stream": chat_request(stream=True),
-    "realtime": realtime_request(),
-    "out of band": realtime_request(conversation="none"),
-}
-
-
-@pytest.fixture(params=KINDS.values(), ids=KINDS)
-def ask(request):
+@pytest.fixture(params=KINDS)
+def kind(request):
     return request.param
 
 
-@pytest.fixture(params=LEAVING)
+@pytest.fixture
+def ask(kind):
+    return KINDS[kind]
+
+
+@pytest.fixture(params=LEAVING, ids=["cleanly", "at once"])
 def leave(request):
     return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "tls"])
+def tls(request):
+    return request.param
+
+
+@pytest.fixture
+async def clients(autojump_clock, tls):
+    async with open_clients(limits=ROOM, tls=tls) as clients:
+        yield clients
 
 
 def only_session(clients):
@@ -76,17 +62,19 @@ def only_session(clients):
     return session, session.request
 
 
-async def ended_by_disconnect(clients, session, generation):
-    """At once, for this reason, and with nothing left."""
+async def ended_by_disconnect(clients, *sessions):
+    """At once, for this reason, and with nothing left; each is a session with its request."""
     before = trio.current_time()
-    await generation.settled.wait()
-    await session.released.wait()
+    for session, generation in sessions:
+        await generation.settled.wait()
+        await session.released.wait()
     assert trio.current_time() - before < 0.1
     await clients.all_closed()
-    assert (generation.outcome.cause, session.end_cause) == (Cause.DISCONNECT, Cause.DISCONNECT)
+    for session, generation in sessions:
+        assert (generation.outcome.cause, session.end_cause) == (Cause.DISCONNECT, Cause.DISCONNECT)
     assert len(clients.server.in_flight) == 0
     statistics = clients.engine.statistics()
-    assert (statistics.finished, statistics.aborted, statistics.failed) == (0, 1, 0)
+    assert (statistics.finished, statistics.aborted, statistics.failed) == (0, len(sessions), 0)
     await clients.everything_is_given_back()
 
 
@@ -94,18 +82,33 @@ async def ended_by_disconnect(clients, session, generation):
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["before the first token", "in the middle"])
-async def test_the_request_ends(autojump_clock, clients, messages, caplog, ask, leave, begun):
+async def test_the_request_ends(autojump_clock, clients, messages, caplog, kind, ask, leave, begun):
     """Over HTTP the line of the access log comes before that of the disconnect."""
     async with clients.connect() as client:
-        await ask(clients, client)
+        await ask(client)
         await (first_token(clients.engine) if begun else wait_all_tasks_blocked())
-        session, generation = only_session(clients)
-        assert bool(generation.output.token_ids) is begun
+        sessions = [(session, session.request) for session in clients.engine.runtime.sessions]
+        outputs = [generation.output for _, generation in sessions]  # None: a choice waits for the first one's prompt
+        assert begun is any(output is not None and output.token_ids for output in outputs)
         await leave(client.stream)
-        await ended_by_disconnect(clients, session, generation)
+        await ended_by_disconnect(clients, *sessions)
     assert messages() == [CLOSED]
-    if ask in (KINDS["whole"], KINDS["stream"]):
+    if kind not in WEBSOCKETS:
         assert [record.name for record in caplog.records[-2:]] == ["trioengine.access", "trioengine"]
+
+
+async def test_a_reader_that_never_reads(autojump_clock, clients, ask):
+    """Its answer is merged, its connection closed after a send that does not move; others are not delayed."""
+    timeout = clients.server.config.send_timeout
+    async with clients.connect(*lockstep_stream_pair()) as client:
+        await ask(client)
+        await first_token(clients.engine)
+        before = trio.current_time()
+        assert (await clients.chat()).status == 200
+        assert trio.current_time() - before < 1
+        await clients.all_closed()
+        assert timeout - 1 < trio.current_time() - before < timeout + 10  # a goodbye has its time, too
+    await clients.everything_is_given_back()
 
 
 # ---- the worker ---------------------------------------------------------------------------------------------------
@@ -124,13 +127,10 @@ class Executed:
         return self._execute(output)
 
 
-@asynccontextmanager
-async def slow_clients(max_num_seqs):
+def slow_clients(max_num_seqs, tls):
     config = EngineConfig(model="toy", max_num_seqs=max_num_seqs)
-    limits = dataclasses.replace(DEFAULT_LIMITS, max_num_seqs=max_num_seqs)
-    engine = simulated_engine(config, limits=limits, behaviours=[Behaviour(step_time=STEP)])
-    async with engine as (engine, simulation), trio.open_nursery() as nursery:
-        yield Clients(engine, simulation, nursery)
+    limits = dataclasses.replace(ROOM, max_num_seqs=max_num_seqs)
+    return open_clients(config, limits, [Behaviour(step_time=STEP)], tls=tls)
 
 
 def held_blocks(clients):
@@ -140,38 +140,35 @@ def held_blocks(clients):
 
 
 @pytest.mark.parametrize("after", [0.5, 1.05, 1.15, 5.0])
-async def test_its_blocks_are_free_within_a_step(autojump_clock, ask, leave, after):
+async def test_its_blocks_are_free_within_a_step(autojump_clock, tls, ask, leave, after):
     """From the moment at which the server detects the disconnect, which is at once."""
-    async with slow_clients(8) as clients:
+    async with slow_clients(8, tls) as clients:
         executed = Executed(clients.simulation.worker)
         async with clients.connect() as client:
-            await ask(clients, client)
+            await ask(client)
             await trio.sleep(after)
             assert held_blocks(clients) > 0
-            (steps,) = executed.steps.values()
+            before = dict(executed.steps)
             await leave(client.stream)
             await trio.sleep(STEP + 0.05)
             assert held_blocks(clients) == 0
-            assert list(executed.steps.values()) in ([steps], [steps + 1])
-        await clients.all_closed()
-        await clients.everything_is_given_back()
+            assert all(steps - before.get(request, 0) in (0, 1) for request, steps in executed.steps.items())
 
 
-async def test_its_queued_request_never_runs(autojump_clock, ask, leave):
-    async with slow_clients(1) as clients:
+async def test_its_queued_request_never_runs(autojump_clock, tls, ask, leave):
+    async with slow_clients(1, tls) as clients:
         executed = Executed(clients.simulation.worker)
         async with clients.connect() as busy, clients.connect() as client:
             await busy.send("POST", CHAT, chat(max_tokens=50))
             await first_token(clients.engine)
-            await ask(clients, client)
+            await ask(client)
             await wait_all_tasks_blocked()
-            assert (clients.engine.statistics().running, clients.engine.statistics().waiting) == (1, 1)
+            assert clients.engine.statistics().running == 1
+            assert 0 < clients.engine.statistics().waiting < len(list(clients.engine.runtime.sessions))
             await leave(client.stream)
             await trio.sleep(STEP + 0.05)
             assert (clients.engine.statistics().running, clients.engine.statistics().waiting) == (1, 0)
             assert (await busy.answer()).json["usage"]["completion_tokens"] == 50
-        await clients.all_closed()
-        await clients.everything_is_given_back()
         assert len(executed.steps) == 1
 
 

@@ -292,10 +292,12 @@ def test_responses_are_frozen():
 # ---- encodings and the date ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", CHAT, "/v1/completions", "/abort_request", "/docs"])
 @pytest.mark.parametrize("encoding", ["gzip", "br", "GZIP", "identity, gzip", "x" * 100])
-async def test_an_encoded_body_is_refused(autojump_clock, clients, encoding):
+async def test_an_encoded_body_is_refused(autojump_clock, clients, encoding, path):
+    """A bomb too: it is not decoded."""
     more = f"Content-Encoding: {encoding}\r\n"
-    data = await clients.http(request("/tokenize", "POST", more=more, body=gzip.compress(b'{"prompt": "a"}')))
+    data = await clients.http(request(path, "POST", more=more, body=gzip.compress(bytes(10 << 20))))
     status, body = status_and_body(data)
     assert (status, body["error"]["code"]) == (415, "unsupported_encoding")
     shown = f"the Content-Encoding {encoding[:40]!r} is not supported: send the body as it is"

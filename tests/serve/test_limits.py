@@ -2,11 +2,14 @@
 
 import json
 import logging
+import ssl
+from contextlib import suppress
 
 import pytest
 import trio
 from helpers.clients import CHAT, chat, open_clients, read_all, receive_late, status_and_body
-from helpers.frames import HANDSHAKE, HEALTH
+from helpers.frames import HANDSHAKE, HEALTH, request
+from helpers.secured import TRUSTING
 from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 from trio_websocket import ConnectionClosed
 
@@ -15,8 +18,17 @@ from trioengine.serve.limits import size_of_json, size_of_json_text
 LONG = {"temperature": 0, "max_output_tokens": 400, "ignore_eos": True}
 
 
-def post(size, more=b""):
-    return b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size + more
+POSTS = ["/health", CHAT, "/v1/completions", "/tokenize", "/detokenize", "/abort_request", "/update_weights"]
+PAGES = ["/", "/docs", "/openapi.json", "/metrics", "/tokenizer_info", "/v1/models"]
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "tls"])
+def tls(request):
+    return request.param
+
+
+def post(size, path="/health"):
+    return b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path.encode(), size) + b"x" * size
 
 
 async def seconds_until_closed(stream):
@@ -25,10 +37,11 @@ async def seconds_until_closed(stream):
     return trio.current_time() - before
 
 
-async def test_the_body(autojump_clock):
-    async with open_clients(max_body_size=100) as clients:
-        assert status_and_body(await clients.http(post(100)))[0] == 405
-        status, body = status_and_body(await clients.http(post(101)))
+@pytest.mark.parametrize("path", POSTS)
+async def test_the_body(autojump_clock, tls, path):
+    async with open_clients(max_body_size=100, tls=tls) as clients:
+        assert status_and_body(await clients.http(post(100, path)))[0] in (400, 403, 405)
+        status, body = status_and_body(await clients.http(post(101, path)))
         assert (status, body["error"]["message"]) == (413, "the body is larger than 100 bytes")
 
 
@@ -40,6 +53,7 @@ UNREAD = [
     ("POST", "/nothing", "", 404),
     ("GET", "/v1/realtime", "", 426),
     ("OPTIONS", "/tokenize", PREFLIGHT, 200),
+    *(("GET", path, "", 200) for path in PAGES),
 ]
 
 
@@ -58,8 +72,8 @@ async def test_a_body_that_nobody_reads(autojump_clock, method, path, headers, s
         assert (b"the body is larger than 65536 bytes" in data) == (method != "HEAD")
 
 
-async def test_the_head(autojump_clock):
-    async with open_clients(max_header_size=1024) as clients:
+async def test_the_head(autojump_clock, tls):
+    async with open_clients(max_header_size=1024, tls=tls) as clients:
         padding = b"X: " + b"x" * (1024 - len(HEALTH) - 5) + b"\r\n"
         head = HEALTH[:-2] + padding + b"\r\n"
         assert status_and_body(await clients.http(head))[0] == 200
@@ -100,42 +114,110 @@ async def test_a_message_larger_than_what_may_be_unhandled(autojump_clock):
         assert (await client.next())["error"]["code"] == "invalid_json"
 
 
-async def test_the_handshake(autojump_clock):
-    async with open_clients(handshake_timeout=2) as clients:
-        assert await seconds_until_closed(clients.stream()) == pytest.approx(2)
+async def drip(stream, data):
+    """Send a byte each tenth of a second until the connection is closed; returns the seconds that it was open."""
+    before = trio.current_time()
+    async with trio.open_nursery() as nursery:
+
+        async def send():
+            with suppress(trio.BrokenResourceError):
+                for byte in data:
+                    await stream.send_all(bytes([byte]))
+                    await trio.sleep(0.1)
+
+        nursery.start_soon(send)
+        with suppress(trio.BrokenResourceError):
+            await read_all(stream, silence=1000)
+        nursery.cancel_scope.cancel()
+    return trio.current_time() - before
+
+
+@pytest.mark.parametrize("path", ["/health", *PAGES, CHAT, "/v1/completions", "/v1/realtime"])
+async def test_a_head_that_drips(autojump_clock, tls, path):
+    """Its time is not that of each byte."""
+    async with open_clients(handshake_timeout=2, tls=tls) as clients:
+        data = HEALTH.replace(b"/health", path.encode())[:-2] + b"X: " + b"x" * 100
+        assert await drip(clients.stream(), data) == pytest.approx(2, abs=0.3)
+
+
+async def test_a_client_that_sends_nothing(autojump_clock, tls):
+    async with open_clients(handshake_timeout=2, tls=tls) as clients:
         stream = clients.stream()
-        await stream.send_all(HEALTH[:20])
+        if tls:
+            await stream.do_handshake()
         assert await seconds_until_closed(stream) == pytest.approx(2)
 
 
-async def test_the_time_of_a_body(autojump_clock):
-    async with open_clients(body_timeout=3) as clients:
+@pytest.mark.parametrize("num_sent", [0, 1, 5, 100, None])
+async def test_a_tls_handshake_that_does_not_end(autojump_clock, num_sent):
+    """Some bytes of the ClientHello come, or all of it without an answer to the server's; others are served."""
+    hello = ssl.MemoryBIO()
+    session = TRUSTING.wrap_bio(ssl.MemoryBIO(), hello, server_hostname="localhost")
+    with suppress(ssl.SSLWantReadError):
+        session.do_handshake()
+    async with open_clients(handshake_timeout=2, tls=True) as clients:
+        stream = clients.plain_stream()
+        await stream.send_all(hello.read()[:num_sent])
+        assert (await clients.request("GET", "/health")).status == 200
+        assert await seconds_until_closed(stream) == pytest.approx(2, abs=0.1)
+
+
+async def test_a_tls_handshake_that_drips(autojump_clock):
+    hello = ssl.MemoryBIO()
+    session = TRUSTING.wrap_bio(ssl.MemoryBIO(), hello, server_hostname="localhost")
+    with suppress(ssl.SSLWantReadError):
+        session.do_handshake()
+    async with open_clients(handshake_timeout=2, tls=True) as clients:
+        assert await drip(clients.plain_stream(), hello.read()) == pytest.approx(2, abs=0.3)
+
+
+@pytest.mark.parametrize("path", POSTS)
+async def test_a_body_that_drips(autojump_clock, tls, path):
+    async with open_clients(body_timeout=3, tls=tls) as clients:
         stream = clients.stream()
-        await stream.send_all(post(10)[:-1])
+        await stream.send_all(post(100, path)[:-100])
+        assert await drip(stream, b"x" * 99) == pytest.approx(3, abs=0.3)
+
+
+@pytest.mark.parametrize("path", POSTS)
+async def test_the_time_of_a_body(autojump_clock, tls, path):
+    async with open_clients(body_timeout=3, tls=tls) as clients:
+        stream = clients.stream()
+        await stream.send_all(post(10, path)[:-1])
         before = trio.current_time()
         status, body = status_and_body(await read_all(stream, silence=1000))
-        assert trio.current_time() - before == pytest.approx(3)
+        assert trio.current_time() - before == pytest.approx(3, abs=0.1)
         assert (status, body["error"]["code"]) == (408, "request_timeout")
 
 
-async def test_between_two_requests(autojump_clock):
-    async with open_clients(idle_timeout=7) as clients:
+async def test_between_two_requests(autojump_clock, tls):
+    async with open_clients(idle_timeout=7, tls=tls) as clients:
         stream = clients.stream()
         await stream.send_all(HEALTH)
         assert await seconds_until_closed(stream) == pytest.approx(7)
 
 
-async def test_pings(autojump_clock):
+async def test_pings(autojump_clock, tls):
     """A client that does not answer one is gone when the next would come."""
-    async with open_clients(client_ping_interval=4) as clients:
+    async with open_clients(client_ping_interval=4, tls=tls) as clients:
         stream = clients.stream()
         await stream.send_all(HANDSHAKE)
         assert await seconds_until_closed(stream) == pytest.approx(8)
 
 
-@pytest.mark.parametrize("request_bytes", [HEALTH, HANDSHAKE], ids=["http", "websocket"])
-async def test_a_client_that_reads_nothing(autojump_clock, request_bytes):
-    async with open_clients(send_timeout=5, client_ping_interval=100) as clients:
+UNREAD_ANSWERS = {
+    "websocket": HANDSHAKE,
+    **{path: request(path) for path in ("/health", *PAGES)},
+    **{
+        path: request(path, "POST", body=json.dumps(content).encode())
+        for path, content in (("/tokenize", {"prompt": "a" * 200}), ("/v1/completions", {"prompt": "a"}), (CHAT, chat()))
+    },
+}
+
+
+@pytest.mark.parametrize("request_bytes", UNREAD_ANSWERS.values(), ids=UNREAD_ANSWERS)
+async def test_a_client_that_reads_nothing(autojump_clock, tls, request_bytes):
+    async with open_clients(send_timeout=5, client_ping_interval=100, tls=tls) as clients:
         stream = clients.stream(*lockstep_stream_pair())
         before = trio.current_time()
         await stream.send_all(request_bytes)
@@ -145,10 +227,10 @@ async def test_a_client_that_reads_nothing(autojump_clock, request_bytes):
         assert 5 <= trio.current_time() - before < 13  # a goodbye has its time, too
 
 
-async def test_a_client_that_reads_slowly(autojump_clock, caplog):
+async def test_a_client_that_reads_slowly(autojump_clock, tls, caplog):
     """A long answer may take longer than the time that a client has that reads nothing."""
     caplog.set_level(logging.INFO)
-    async with open_clients(send_timeout=5) as clients, clients.connect(*lockstep_stream_pair()) as client:
+    async with open_clients(send_timeout=5, tls=tls) as clients, clients.connect(*lockstep_stream_pair()) as client:
         before = trio.current_time()
         await client.send("POST", CHAT, chat(max_tokens=400, logprobs=True, top_logprobs=20))
         data = b""

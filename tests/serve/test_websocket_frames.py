@@ -32,6 +32,11 @@ TRIO_WEBSOCKET_NAMES = (
 CANCEL = json.dumps({"type": "response.cancel"}).encode()
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "tls"])
+def tls(request):
+    return request.param
+
+
 def part(payload, opcode=0, first=0):
     """A frame that is not the last one of its message; `first` has other bits of its first byte."""
     return bytes([first | opcode]) + frame(payload)[1:]
@@ -134,10 +139,10 @@ AFTER = [b"", frame(b"a secret", PING), close(1000, b"a secret"), b"\xff" * 50]
 
 @pytest.mark.parametrize("after", AFTER, ids=["nothing", "ping", "close", "garbage"])
 @pytest.mark.parametrize("data", TOO_LARGE, ids=range(len(TOO_LARGE)))
-async def test_a_message_that_is_too_large(autojump_clock, caplog, data, after):
+async def test_a_message_that_is_too_large(autojump_clock, tls, caplog, data, after):
     """The client is told so, whatever it sends behind it; none of that is in the log."""
     caplog.set_level(logging.INFO)
-    async with open_clients(max_message_size=1000) as clients:
+    async with open_clients(max_message_size=1000, tls=tls) as clients:
         received = await answer(clients, data + after)
     assert received.startswith(b"\x88") and (1009).to_bytes(2) in received[:4]
     assert b"secret" not in received
@@ -153,9 +158,9 @@ AS_LARGE_AS_MAY_BE = [
 
 
 @pytest.mark.parametrize("data", AS_LARGE_AS_MAY_BE, ids=range(len(AS_LARGE_AS_MAY_BE)))
-async def test_a_message_of_as_many_bytes_as_may_be(autojump_clock, data):
+async def test_a_message_of_as_many_bytes_as_may_be(autojump_clock, tls, data):
     """Bytes of UTF-8, not characters; the message after it is counted anew."""
-    async with open_clients(max_message_size=1000) as clients:
+    async with open_clients(max_message_size=1000, tls=tls) as clients:
         stream = await opened(clients)
         for _ in range(2):
             await stream.send_all(data)
@@ -222,9 +227,9 @@ def frames_of(data):
         at += length
 
 
-async def test_a_long_message_that_is_read_slowly(autojump_clock):
+async def test_a_long_message_that_is_read_slowly(autojump_clock, tls):
     """It comes in parts, each of which has its time, and with pings between them."""
-    async with open_clients(send_timeout=9, client_ping_interval=15) as clients:
+    async with open_clients(send_timeout=9, client_ping_interval=15, tls=tls) as clients:
         stream = clients.stream(*lockstep_stream_pair())
         await stream.send_all(HANDSHAKE)
         await read_until(stream, b"session.created")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers.torch_driver import load
+from helpers.torch_driver import load, reference
 
 from trioengine.core.messages import RequestFailed
 from trioengine.core.sampling_params import ResolvedParams
@@ -14,6 +14,7 @@ from trioengine.worker.scheduling import sequence as steps
 from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import Limits, ScheduledSequence, SchedulerOutput, Sequence
 
+VARIANTS = reference("tiny_reference.json")
 SCORED = ResolvedParams(temperature=0.0, max_tokens=0, seed=0, prompt_logprobs=3)
 
 
@@ -48,8 +49,7 @@ def expected(path):
     return of
 
 
-def run(runner, prompts, params=SCORED, **limits):
-    """The logprobs of each prompt from its second token on, its answer, and the scheduler's statistics."""
+def new_scheduler(runner, **limits):
     info = runner.info
     values = {
         "vocab_size": info.vocab_size,
@@ -57,7 +57,15 @@ def run(runner, prompts, params=SCORED, **limits):
         "kv_blocks_total": info.kv_blocks_total,
         "block_size": info.block_size,
     }
-    scheduler = Scheduler(Limits(**(values | limits)))
+    return Scheduler(Limits(**(values | limits)))
+
+
+def run(runner, prompts, params=SCORED, **limits):
+    """The logprobs of each prompt from its second token on, its answer, and the scheduler's statistics."""
+    return run_by(new_scheduler(runner, **limits), runner, prompts, params)
+
+
+def run_by(scheduler, runner, prompts, params=SCORED):
     sequences = [Sequence(i, i, list(prompt), len(prompt), params, frozenset()) for i, prompt in enumerate(prompts)]
     for sequence in sequences:
         scheduler.add(sequence)
@@ -103,6 +111,27 @@ def test_they_are_those_of_each_prefix(tiny_llama, path, expected, name):
     assert answers == [[]] * 8
     assert statistics.prefix_cache_hits == 0
     assert (statistics.prompt_tokens, statistics.generation_tokens) == (sum(map(len, prompts)), 0)
+
+
+CUTS = [*((variant, "chunks") for variant in VARIANTS), *(("plain", name) for name in LIMITS if name != "chunks")]
+
+
+@pytest.mark.parametrize(("variant", "name"), CUTS)
+def test_they_are_those_of_transformers(tiny_llama, tmp_path, variant, name):
+    """Before and after the prompt is in the prefix cache, which answers without scores take it from."""
+    runner = load(tiny_llama.write(tmp_path, variant), kv_cache_memory=4 << 20)
+    scheduler = new_scheduler(runner, **LIMITS[name])
+    known, prompt = VARIANTS[variant], tiny_llama.PROMPT
+    answered = ResolvedParams(temperature=0.0, max_tokens=2, seed=0, ignore_eos=True)
+    for _ in range(2):
+        (scores,), _, _ = run_by(scheduler, runner, [prompt])
+        assert [entry[token] for entry, token in zip(scores, prompt[1:], strict=True)] == pytest.approx(
+            known["prompt_logprobs"], abs=1e-4
+        )
+        assert [max(entry.values()) for entry in scores] == pytest.approx(known["best_logprobs"], abs=1e-4)
+        _, (answer,), statistics = run_by(scheduler, runner, [prompt], answered)
+        assert answer == known["output"][:2]
+        assert (statistics.prefix_cache_hits > 0) == (name != "without a cache")
 
 
 def test_logits_are_computed_in_slices(tiny_llama, path, expected, monkeypatch):
