@@ -251,8 +251,8 @@ class Clients:
 @asynccontextmanager
 async def open_clients(config=None, limits=DEFAULT_LIMITS, behaviours=SIMULATED, **options):
     """A server with these fields of its ServeConfig, whose engine is ready; at the end nothing may be left."""
-    engine = simulated_engine(config, limits=limits, behaviours=behaviours)
-    async with engine as (engine, simulation), trio.open_nursery() as nursery:
+    opening = simulated_engine(config, limits=limits, behaviours=behaviours)
+    async with opening as (engine, simulation), trio.open_nursery() as nursery:
         clients = Clients(engine, simulation, nursery, **options)
         yield clients
         clients.server.connections.close_idle()
