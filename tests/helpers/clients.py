@@ -22,6 +22,7 @@ from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import DEFAULT_LIMITS
 
 HOST = "localhost"
+SIMULATED = (Behaviour(),)
 CHAT = "/v1/chat/completions"
 FAILING = EngineConfig(model="toy", max_num_seqs=8, on_worker_loss="fail")
 where_a_loss_fails = pytest.mark.parametrize("engine_config", [FAILING], ids=["fail"])  # requests, they go on otherwise
@@ -248,10 +249,10 @@ class Clients:
 
 
 @asynccontextmanager
-async def open_clients(config=None, limits=DEFAULT_LIMITS, behaviours=(Behaviour(),), **options):
+async def open_clients(config=None, limits=DEFAULT_LIMITS, behaviours=SIMULATED, **options):
     """A server with these fields of its ServeConfig, whose engine is ready; at the end nothing may be left."""
-    engine = simulated_engine(config, limits=limits, behaviours=behaviours)
-    async with engine as (engine, simulation), trio.open_nursery() as nursery:
+    opening = simulated_engine(config, limits=limits, behaviours=behaviours)
+    async with opening as (engine, simulation), trio.open_nursery() as nursery:
         clients = Clients(engine, simulation, nursery, **options)
         yield clients
         clients.server.connections.close_idle()

@@ -7,7 +7,7 @@ from helpers.frames import HANDSHAKE, SAY, event, read_until
 from trioengine.testing.simulation import DEFAULT_LIMITS
 
 ROOM = replace(DEFAULT_LIMITS, max_model_len=2048, kv_blocks_total=512)  # for tools in a prompt
-LONG = {"temperature": 0, "max_output_tokens": 300, "ignore_eos": True}
+LENGTH = 300  # tokens
 COMPLETIONS = "/v1/completions"
 LONG_TEXT = {"type": "string", "minLength": 400}
 FUNCTION = {
@@ -26,25 +26,26 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "note", "schema": FUNCT
 def http_request(path, **fields):
     """POST these fields, and do not read the answer."""
 
-    async def ask(client):
-        await client.send("POST", path, fields)
+    async def ask(client, max_tokens=LENGTH):
+        await client.send("POST", path, {**fields, "max_tokens": max_tokens})
 
     return ask
 
 
 def chat_request(**fields):
-    return http_request(CHAT, **chat("you", max_tokens=300, **fields))
+    return http_request(CHAT, **chat("you", **fields))
 
 
 def completion_request(prompt="you", **fields):
-    return http_request(COMPLETIONS, prompt=prompt, max_tokens=300, temperature=0, ignore_eos=True, **fields)
+    return http_request(COMPLETIONS, prompt=prompt, temperature=0, ignore_eos=True, **fields)
 
 
 def realtime_request(**options):
-    async def ask(client):
+    async def ask(client, max_tokens=LENGTH):
         await client.stream.send_all(HANDSHAKE)
         await read_until(client.stream, b"session.created")
-        await client.stream.send_all(SAY + event("response.create", response=LONG | options))
+        response = {"temperature": 0, "ignore_eos": True, "max_output_tokens": max_tokens, **options}
+        await client.stream.send_all(SAY + event("response.create", response=response))
 
     return ask
 

@@ -23,7 +23,7 @@ def secured(stream: trio.abc.Stream) -> trio.SSLStream:
     return trio.SSLStream(stream, TRUSTING, server_hostname="localhost")
 
 
-async def end_sending(stream: trio.abc.Stream) -> None:
+async def end_sending(stream: trio.abc.HalfCloseableStream | trio.SSLStream) -> None:
     """Leave cleanly: half-close the stream; TLS is closed, for it has no half-closed state."""
     if isinstance(stream, trio.SSLStream):
         await stream.aclose()

@@ -4,7 +4,7 @@ import { connect } from "../../docs/trioengine.mjs";
 
 const MINE = "resp_mine", OTHER = "resp_other";
 const answer = (text) => ({ id: "item_answer", type: "message", role: "assistant", content: [{ type: "output_text", text }] });
-const delta = (response_id, text) => ({ type: "response.output_text.delta", response_id, delta: text });
+const delta = (response_id, text) => ({ type: "response.output_text.delta", response_id, item_id: "item_answer", delta: text });
 const done = (id) => ({ type: "response.done", response: { id, status: "completed", output: [], usage: null } });
 const SCRIPT = [
   delta(OTHER, "before"),

@@ -197,21 +197,3 @@ async def test_a_pipelined_request_waits_its_turn(autojump_clock, clients):
     answer = await first.answer()
     assert answer.events[-1] == "[DONE]"
     await trio.aclose_forcefully(stream)
-
-
-@pytest.mark.parametrize("leave", LEAVING)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_at_any_moment(autojump_clock, clients, leave, stream):
-    """After each number of scheduler passes, from the first byte to the answer: everything is given back."""
-    for passes in range(120):
-        async with clients.connect() as client:
-            await client.send("POST", CHAT, chat(stream=stream, max_tokens=4))
-            for _ in range(passes):
-                await trio.lowlevel.checkpoint()
-            await leave(client.stream)
-            await clients.all_closed()
-    await clients.everything_is_given_back()
-    statistics = clients.engine.statistics()
-    assert statistics.aborted > 0
-    assert statistics.failed == 0
-    assert len(clients.server.in_flight) == 0

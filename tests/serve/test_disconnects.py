@@ -111,6 +111,23 @@ async def test_a_reader_that_never_reads(autojump_clock, clients, ask):
     await clients.everything_is_given_back()
 
 
+async def test_at_any_moment(autojump_clock, ask, leave):
+    """After each number of scheduler passes, from the first byte to the answer: everything is given back."""
+    async with open_clients(limits=ROOM) as clients:
+        for passes in range(120):
+            async with clients.connect() as client:
+                await ask(client, max_tokens=4)
+                for _ in range(passes):
+                    await trio.lowlevel.checkpoint()
+                await leave(client.stream)
+                await clients.all_closed()
+        await clients.everything_is_given_back()
+        statistics = clients.engine.statistics()
+        assert statistics.aborted > 0
+        assert statistics.failed == 0
+        assert len(clients.server.in_flight) == 0
+
+
 # ---- the worker ---------------------------------------------------------------------------------------------------
 
 

@@ -105,7 +105,7 @@ async def test_an_origin_that_is_not_allowed_is_named(tmp_path):
 async def test_an_answer_gets_the_deltas_of_its_own_response():
     assert await trio.to_thread.run_sync(in_node, STRANGE) == {
         "texts": ["mine", "more"],
-        "result": {"text": "minemore", "status": "completed", "usage": None, "droppedTurns": 0},
+        "result": {"text": "minemore", "tool_calls": [], "status": "completed", "usage": None, "droppedTurns": 0},
         "history": [user("hello"), assistant("minemore")],
     }
 

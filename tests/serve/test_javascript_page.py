@@ -108,20 +108,27 @@ def test_the_types_have_the_names_of_the_module():
     session = members("trioengine.mjs", "Session", r"^  (?:async |get )?(\w+)(?: = .*|\(.*\) {)$") - {"constructor"}
     assert members("trioengine.d.ts", "Session", r"^  (?:readonly )?(\w+)[(:]") - {"constructor"} == session
     declared = members("trioengine.d.ts", "Generation", r"^  (?:readonly )?(\w+)[(:]")
-    assert declared == {"text", "response", "isOver", "isCancelled", "over", "cancel", "result"}
+    assert declared == {"text", "response", "tool_calls", "isOver", "isCancelled", "over", "cancel", "result"}
 
 
 USE = """
-import { connect, Session, TrioengineError, VERSION, type Message } from "./trioengine.mjs";
+import { connect, Session, TrioengineError, VERSION, type Entry, type Message } from "./trioengine.mjs";
 const session: Session = await connect("ws://localhost", { keepPartial: true, onState: (state) => state === "awake" });
 const generation = session.generate("x", { temperature: 0 }, { keepPartial: false });
 for await (const text of generation) text.length;
-const history: Message[] = session.history;
+const history: Entry[] = session.history;
+const messages: Message[] = history.filter((entry) => "role" in entry);
+const tools = [{ type: "function" as const, name: "weather", parameters: { type: "object" } }];
+const { tool_calls } = await session.generate("x", { tools, tool_choice: "required" }).result();
+session.generate(tool_calls.map(({ call_id }) => ({ call_id, output: "sunny" })));
+// @ts-expect-error
+session.generate([{ output: "sunny" }]);
+await connect("ws://localhost", { history });
 const error = new TrioengineError({ code: "x", message: VERSION });
 const tokens: number | undefined = (await generation.result()).usage?.total_tokens;
 // @ts-expect-error
 session.generate("x", { temperatur: 0 });
-void [history, error.retryAfter, tokens];
+void [messages, error.retryAfter, tokens];
 """
 
 

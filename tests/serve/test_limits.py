@@ -205,13 +205,16 @@ async def test_pings(autojump_clock, tls):
         assert await seconds_until_closed(stream) == pytest.approx(8)
 
 
+def posted(path, content):
+    return request(path, "POST", body=json.dumps(content).encode())
+
+
 UNREAD_ANSWERS = {
     "websocket": HANDSHAKE,
     **{path: request(path) for path in ("/health", *PAGES)},
-    **{
-        path: request(path, "POST", body=json.dumps(content).encode())
-        for path, content in (("/tokenize", {"prompt": "a" * 200}), ("/v1/completions", {"prompt": "a"}), (CHAT, chat()))
-    },
+    "/tokenize": posted("/tokenize", {"prompt": "a" * 200}),
+    "/v1/completions": posted("/v1/completions", {"prompt": "a"}),
+    CHAT: posted(CHAT, chat()),
 }
 
 

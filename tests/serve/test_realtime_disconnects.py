@@ -17,6 +17,11 @@ from trioengine.testing import simulated_engine, toy_answer
 LONG = {"temperature": 0, "max_output_tokens": 400, "ignore_eos": True}
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "tls"])
+def tls(request):
+    return request.param
+
+
 async def streaming(clients, pair=memory_stream_pair):
     """A raw connection in the middle of a long response."""
     stream = clients.stream(*pair())

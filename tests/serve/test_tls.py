@@ -1,15 +1,14 @@
 """A server with a certificate: HTTP and WebSocket over TLS, and clients that break TLS."""
 
 import json
-import ssl
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 
 import pytest
 import trio
 import trio.lowlevel
 from helpers.clients import chat, read_all, status_and_body
+from helpers.secured import CERTIFICATE, TRUSTING
 
 from trioengine import EngineConfig, InvalidConfig, connect
 from trioengine.aio.concurrency import open_unwrapped_nursery
@@ -18,8 +17,6 @@ from trioengine.serve.server import serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulated_worker import Behaviour
 
-CERTIFICATE = str(Path(__file__).parents[1] / "data" / "self_signed.pem")  # of localhost, with its key
-TRUSTING = ssl.create_default_context(cafile=CERTIFICATE)
 CONFIG = EngineConfig(model="toy", max_num_seqs=8)
 VERSION = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 

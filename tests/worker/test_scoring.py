@@ -84,12 +84,12 @@ def run_by(scheduler, runner, prompts, params=SCORED):
 
 def check(found, prompt, expected, top=3):
     assert len(found) == len(prompt) - 1
-    for entry, token, reference in zip(found, prompt[1:], expected, strict=False):
+    for entry, token, scores in zip(found, prompt[1:], expected, strict=False):
         assert next(iter(entry)) == token
-        best = reference.topk(top).indices.tolist()
+        best = scores.topk(top).indices.tolist()
         assert set(entry) == {token, *best}
         for each, logprob in entry.items():
-            assert logprob == pytest.approx(float(reference[each]), abs=1e-4)
+            assert logprob == pytest.approx(float(scores[each]), abs=1e-4)
 
 
 LIMITS = {
