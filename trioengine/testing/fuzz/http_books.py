@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from trioengine.actors.generation import Generation
 from trioengine.actors.observer import Observer, Slot
+from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineOverloaded
 from trioengine.core.types import Cause, FinishReason
 from trioengine.serve.config import ServeConfig
@@ -43,9 +44,10 @@ class Use:
     size: int
     key: str | None
     is_gone: Callable[[], bool]  # whether its connection was closed
+    num_sessions: int = 1  # at most
     is_over: bool = False
     most_bytes: int = 0
-    most_of_key: int = 0
+    most_sessions_of_key: int = 0
     most_bytes_of_key: int = 0
     most_connections: int = 0
 
@@ -53,9 +55,11 @@ class Use:
 class HttpBooks(Observer):
     """The model of the server's limits: an upper bound, as a request counts until all tasks have come to rest."""
 
-    def __init__(self, config: ServeConfig, model: str) -> None:
+    def __init__(self, config: ServeConfig, engine: EngineConfig, model: str) -> None:
         self.config = config
         self.model = model
+        slots = engine.max_num_seqs + engine.max_num_queued_reqs
+        self.most_choices = min(config.max_sessions_per_key, engine.max_sessions, slots)  # of a prompt
         self.max_bytes = config.max_buffered_bytes  # of all, and of a key
         self.is_closing = False  # the server closes connections that are idle
         self._connections: list[Use] = []
@@ -74,16 +78,17 @@ class HttpBooks(Observer):
             each.most_connections = max(each.most_connections, len(self._connections))
         return use
 
-    def sent(self, request: Request, is_gone: Callable[[], bool]) -> Use:
-        """Count a new request."""
-        use = Use(len(request.body), request.key, is_gone)
+    def sent(self, request: Request, is_gone: Callable[[], bool], num_sessions: int = 1) -> Use:
+        """Count a new request, which takes no more sessions than these."""
+        use = Use(len(request.body), request.key, is_gone, num_sessions)
         self._requests.append(use)
-        num_bytes, of_keys = sum(each.size for each in self._requests), Counter(each.key for each in self._requests)
+        num_bytes = sum(each.size for each in self._requests)
         for each in self._requests:
             each.most_bytes = max(each.most_bytes, num_bytes)
-            each.most_of_key = max(each.most_of_key, of_keys[each.key])
-            of_key = sum(other.size for other in self._requests if other.key == each.key)
-            each.most_bytes_of_key = max(each.most_bytes_of_key, of_key)
+            of_key = [other for other in self._requests if other.key == each.key]
+            each.most_bytes_of_key = max(each.most_bytes_of_key, sum(other.size for other in of_key))
+            num_of_key = sum(other.num_sessions for other in of_key)
+            each.most_sessions_of_key = max(each.most_sessions_of_key, num_of_key)
         return use
 
     def rest(self) -> None:
@@ -98,7 +103,7 @@ class HttpBooks(Observer):
             case "too_many_connections":
                 return connection.most_connections > config.max_connections
             case "too_many_sessions":
-                return request.key is not None and request.most_of_key > config.max_sessions_per_key
+                return request.key is not None and request.most_sessions_of_key > config.max_sessions_per_key
             case "key_buffers_full":
                 return request.key is not None and request.most_bytes_of_key > self.max_bytes
             case "buffers_full":

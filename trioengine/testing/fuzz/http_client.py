@@ -75,7 +75,8 @@ class HttpClient(SimulatedPeer):
         self._send(request, "whole", judge=judge, is_prompt=is_prompt)
 
     def _send(self, request: Request, framing: str, **more: Any) -> None:
-        use = self._books.sent(request, lambda: self.stream.closed)
+        ask = more.get("ask")
+        use = self._books.sent(request, lambda: self.stream.closed, 1 if ask is None else ask.num_choices)
         chosen_id = f"chosen-{len(request.body) % 3}"  # several requests may have the same
         more["is_continued"] = framing != "expect"
         exchange = Exchange(Life(self._faults), request, use, chosen_id, self._clock(), **more)
@@ -304,6 +305,7 @@ class HttpClient(SimulatedPeer):
             return
         ask, stream = exchange.ask, exchange.stream
         assert ask is not None, f"{exchange.request} is answered by {exchange.body!r}"
+        assert ask.n <= self._books.most_choices, f"{ask.n} choices are answered, more than the limit"
         shapes.check_head(head, JSON if stream is None else STREAM, exchange.chosen_id)
         if stream is not None:
             given = stream.end()
@@ -351,7 +353,8 @@ class HttpClient(SimulatedPeer):
         longest = max(len(prompt.token_ids) for prompt in ask.rendered)
         too_long = code == "context_length_exceeded" and longest >= self._max_model_len
         has_bad_grammar = code == "invalid_grammar" and ask.has_bad_grammar
-        is_bad = has_bad_grammar or too_long or is_refused(code, ask.content) or self._is_failed(ask, code)
+        too_many = error["message"].startswith("n must be at most ") and ask.n > self._books.most_choices
+        is_bad = has_bad_grammar or too_long or too_many or is_refused(code, ask.content) or self._is_failed(ask, code)
         assert is_bad or self._faults.excuse(code, exchange.life), f"nothing may fail by {error}"
         if code == "overloaded" and isinstance(ask.content, str):
             may_wait = len(ask.prompts) > 1 and self._faults.hit(exchange.life, Harm.WORKERS, Harm.CLOSING)

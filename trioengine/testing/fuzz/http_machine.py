@@ -51,7 +51,7 @@ class HttpMachine(ChoicesEnvironment):
     serve_config: ClassVar[dict[str, Any]] = {
         "api_key": KEYS,
         "admin_key": (ADMIN_KEY,),
-        "max_sessions_per_key": 1,
+        "max_sessions_per_key": 3,
         "max_buffered_bytes_per_key": max_buffered_bytes,
         "max_body_size": 1400,
         "handshake_timeout": 5.0,
@@ -62,7 +62,7 @@ class HttpMachine(ChoicesEnvironment):
 
     def __init__(self) -> None:
         super().__init__()
-        self.books = HttpBooks(self.server.config, self.server.model_name)
+        self.books = HttpBooks(self.server.config, self.engine.config, self.server.model_name)
         self.engine.observers.append(self.books)
         self.state = StateJudge(self.faults, self._steady_state)
         self._switches: list[Life] = []  # of operators' requests, until they are answered
