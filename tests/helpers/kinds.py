@@ -66,4 +66,4 @@ KINDS = {
     "out of band": realtime_request(conversation="none"),
     "realtime tools": realtime_request(tools=[{"type": "function", **FUNCTION}], tool_choice="required"),
 }
-WEBSOCKETS = {kind for kind in KINDS if kind in ("realtime", "out of band", "realtime tools")}
+WEBSOCKETS = {"realtime", "out of band", "realtime tools"}
