@@ -161,6 +161,7 @@ class Clients:
         self.engine = engine
         self.simulation = simulation
         self.server = Server(engine, ServeConfig(**{"served_model_name": "toy"} | options))
+        self.server.realtime.sessions.run_in(nursery)
         self._nursery = nursery
         self.served = []
         self._num_open = 0
