@@ -211,7 +211,7 @@ async def drain(clients):
 
 
 @pytest.mark.parametrize("response", [None, LONG], ids=["idle", "answering"])
-@pytest.mark.parametrize("end", [sleep, abort_all, drain])
+@pytest.mark.parametrize("end", [sleep, update, abort_all, drain])
 async def test_operators_end_the_window(autojump_clock, clients, end, response):
     async with resumable(clients) as other:
         client = await cut(clients, response=response)

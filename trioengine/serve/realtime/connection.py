@@ -199,6 +199,10 @@ class RealtimeConnection:
         log_disconnect("it has not resumed its session")
         self._end()
 
+    def stop_sending(self) -> None:
+        """Send nothing more: a write in progress changes nothing when it ends."""
+        self._outbox.detach()
+
     async def closed(self) -> None:
         """Wait, after the end, until its last events and the close are sent."""
         if self._carrier is not None:

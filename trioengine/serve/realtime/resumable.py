@@ -45,6 +45,7 @@ class ResumableSessions(Observer):
         name = _name(window.token, key)
         self._sessions[name] = session
         resources.callback(self._sessions.pop, name)
+        resources.callback(session.stop_sending)  # before its bytes are given back
         self._nursery.start_soon(_run, session, resources)
 
     def find(self, token: str, key: bytes | None) -> RealtimeConnection:
