@@ -42,6 +42,7 @@ class Client:
     def __init__(self, websocket):
         self.websocket = websocket
         self.events = []
+        self.token = None  # of a session that can be resumed
 
     async def send(self, name, **fields):
         await self.websocket.send_message(json.dumps({"type": name, **fields}))

@@ -60,6 +60,6 @@ async def refused(clients, query, **headers):
 
 def named(events):
     """The events with ids by the order of their appearance, and without the token."""
-    names = {}
+    names: dict[str, str] = {}
     text = json.dumps([{key: value for key, value in event.items() if key != "resume"} for event in events])
     return json.loads(_ID.sub(lambda match: names.setdefault(match[0], f"{match[1]}_{len(names)}"), text))

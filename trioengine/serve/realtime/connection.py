@@ -1,6 +1,6 @@
 """A Realtime connection as its client sees it: a session, carried by one WebSocket after another if it can be resumed.
 
-One task each handles events, runs responses, and reports states of the engine; the carrier has those of the WebSocket.
+One task each handles events, runs responses, and reports states of the engine; the carrier has tasks of its own.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ from trioengine.text.tool_calls import ToolForm
 logger = logging.getLogger("trioengine")
 GOING_AWAY, POLICY_VIOLATION, INTERNAL_ERROR, TRY_AGAIN_LATER = 1001, 1008, 1011, 1013
 TAKEN_OVER = 4001
-# a close of the client's that it means, with 1000 or without a code, or a close for a violation or a message's size
-FINAL = (NORMAL, 1005, 1002, 1007, 1009)
+FINAL = (NORMAL, 1005, 1002, 1007, 1009)  # closes after which no client comes back: intended, or for its faults
 
 
 class RealtimeConnection:

@@ -24,7 +24,7 @@ PARAMETERS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """The parameters of a handshake: those of a new session, or `token` and `last` of one to resume."""
+    """The parameters of a handshake: `seconds` for a new session, or `token` and `last` for one to resume."""
 
     models: tuple[str, ...]
     seconds: float | None = None  # of its window; None: none

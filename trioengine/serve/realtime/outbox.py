@@ -148,7 +148,7 @@ class Outbox:
         return messages
 
     def _record_sent(self, messages: Sequence[TextMessage]) -> None:
-        """Keep what was sent, if it is not a part of an event whose beginning was dropped."""
+        """Keep the messages that were sent, except parts of an event whose beginning was dropped."""
         for message in messages:
             size = len(message.data)
             self._size -= size
