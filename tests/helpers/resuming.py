@@ -5,11 +5,13 @@ import re
 from contextlib import asynccontextmanager
 
 import trio
-from trio.testing import memory_stream_pair
+from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 from trio_websocket import wrap_client_stream
 
 from helpers.clients import HOST, Client
 
+SHORT = {"temperature": 0, "max_output_tokens": 6, "ignore_eos": True}
+LONG = {"temperature": 0, "max_output_tokens": 400, "ignore_eos": True}
 _ID = re.compile(r"(sess|conv|resp|item|event|call)_[0-9a-f]{24}")
 
 
@@ -56,6 +58,28 @@ async def refused(clients, query, **headers):
     """The status of a handshake that is refused, and the code and parameter of its error."""
     answer = await clients.request("GET", f"/v1/realtime?{query}", **HEADERS, **headers)
     return answer.status, answer.error["code"], answer.error["param"]
+
+
+async def cut(clients, seconds=30, response=LONG, **options):
+    """A client that is lost in the middle of an answer, or without one."""
+    async with resumable(clients, seconds, **options) as client:
+        await client.say("hello")
+        await client.until("conversation.item.done")
+        if response is not None:
+            await client.send("response.create", response=response)
+            await client.until("response.output_text.delta")
+    await wait_all_tasks_blocked()
+    assert clients.engine.statistics().running == (response is not None)
+    return client
+
+
+async def is_over(clients, client):
+    """Whether the session of a client has ended, with all that it held."""
+    await wait_all_tasks_blocked()
+    status, code, _ = await refused(clients, f"session={client.token}&last_seq=0")
+    assert (status, code) == (404, "session_not_found")
+    await clients.everything_is_given_back()
+    return len(clients.server.realtime.sessions) == 0 and clients.server.budget.num_bytes == 0
 
 
 def named(events):

@@ -2,22 +2,18 @@
 
 import json
 import re
+from contextlib import suppress
 
 import pytest
 import trio
-from helpers.buffered_bytes import KEYS, bearer
 from helpers.clients import Client, open_clients
 from helpers.frames import HANDSHAKE, event, read_until
 from helpers.realtime_tools import FORCED, ROOM
-from helpers.resuming import connection, named, refused, resumable, resumed
+from helpers.resuming import LONG, SHORT, connection, cut, is_over, named, refused, resumable, resumed
 from helpers.scrapes import scrape
 from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 from trio_websocket import ConnectionClosed
 
-from trioengine.serve.realtime.window import MAX_KEPT
-
-SHORT = {"temperature": 0, "max_output_tokens": 6, "ignore_eos": True}
-LONG = {"temperature": 0, "max_output_tokens": 400, "ignore_eos": True}
 RESUMABLE = HANDSHAKE.replace(b"/realtime", b"/realtime?resume=30")
 
 
@@ -26,15 +22,6 @@ async def clients(autojump_clock):
     """With room for tools."""
     async with open_clients(limits=ROOM) as clients:
         yield clients
-
-
-async def is_over(clients, client):
-    """Whether the session of a client has ended, with all that it held."""
-    await wait_all_tasks_blocked()
-    status, code, _ = await refused(clients, f"session={client.token}&last_seq=0")
-    assert (status, code) == (404, "session_not_found")
-    await clients.everything_is_given_back()
-    return len(clients.server.realtime.sessions) == 0 and clients.server.budget.num_bytes == 0
 
 
 async def closes(websocket):
@@ -136,19 +123,6 @@ async def test_long_events_are_sent_from_their_beginning(autojump_clock, clients
 
 
 # ---- the end of the window -------------------------------------------------------------------------------------------
-
-
-async def cut(clients, seconds=30, response=LONG, **options):
-    """A client that is lost in the middle of an answer, or without one."""
-    async with resumable(clients, seconds, **options) as client:
-        await client.say("hello")
-        await client.until("conversation.item.done")
-        if response is not None:
-            await client.send("response.create", response=response)
-            await client.until("response.output_text.delta")
-    await wait_all_tasks_blocked()
-    assert clients.engine.statistics().running == (response is not None)
-    return client
 
 
 async def test_the_window_passes(autojump_clock, clients):
@@ -280,6 +254,57 @@ async def test_a_connection_takes_over(autojump_clock, clients):
             assert await is_over(clients, client)
 
 
+async def test_two_connections_at_once(autojump_clock, clients):
+    """One of them has the session, and the other is closed."""
+    client = await cut(clients)
+    codes = []
+
+    async def resume():
+        async with connection(clients, f"session={client.token}&last_seq=1") as websocket:
+            try:
+                while json.loads(await websocket.get_message())["type"] != "response.done":
+                    pass
+                await websocket.aclose()
+                codes.append(1000)
+            except ConnectionClosed as exc:
+                codes.append(exc.reason.code)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(2):
+            nursery.start_soon(resume)
+    assert sorted(codes) == [1000, 4001]
+    assert await is_over(clients, client)
+
+
+async def test_a_client_that_comes_at_the_last_moment(autojump_clock, clients):
+    client = await cut(clients, seconds=2)
+    await trio.sleep(1.999)
+    async with resumed(clients, client):
+        await client.until("response.done")
+        await client.websocket.aclose()
+    assert await is_over(clients, client)
+
+
+async def test_a_client_that_comes_when_the_time_is_over(autojump_clock, clients):
+    """It has its session, or is refused; nothing is left either way."""
+    client = await cut(clients, seconds=2)
+    await trio.sleep(2)
+    with suppress(ExceptionGroup):  # of one ConnectionRejected
+        async with resumed(clients, client):
+            await client.websocket.aclose()
+    assert await is_over(clients, client)
+
+
+async def test_the_worker_is_lost_meanwhile(autojump_clock, clients):
+    """The answer goes on with the next worker."""
+    client = await cut(clients)
+    clients.simulation.worker.kill()
+    await trio.sleep(10)
+    async with resumed(clients, client):
+        assert (await client.until("response.done"))["response"]["status"] == "incomplete"
+        await client.websocket.aclose()
+
+
 async def test_a_connection_that_is_half_open_delays_nobody(autojump_clock, clients):
     """Its client is gone and the network has not said so: a write to it goes on until its time is over."""
     async with connection(clients, "resume=30", lockstep_stream_pair) as old:
@@ -311,113 +336,3 @@ async def test_a_client_that_is_silent_is_lost(autojump_clock, clients):
         await websocket.send_message("{")
         assert json.loads(await websocket.get_message())["sequence_number"] == 1
         await websocket.aclose()
-
-
-async def test_only_its_key_resumes_a_session(autojump_clock):
-    async with open_clients(api_key=KEYS) as clients:
-        client = await cut(clients, response=None, **bearer(KEYS[0]))
-        query = f"session={client.token}&last_seq=2"
-        other = await refused(clients, query, authorization=f"Bearer {KEYS[1]}")
-        unknown = await refused(clients, f"session={'0' * 48}&last_seq=2", authorization=f"Bearer {KEYS[0]}")
-        assert other == unknown == (404, "session_not_found", "session")
-        assert (await refused(clients, query))[:2] == (401, "invalid_api_key")
-        async with resumed(clients, client, **bearer(KEYS[0])):
-            assert (await client.ask("again", **SHORT))["status"] == "incomplete"
-            await client.websocket.aclose()
-
-
-async def test_a_session_counts_for_its_key_as_long_as_it_waits(autojump_clock):
-    """A client can come back even if the key has no more sessions; a new one cannot begin."""
-    async with open_clients(api_key=KEYS, max_sessions_per_key=1) as clients:
-        client = await cut(clients, response=None, **bearer())
-        key = {"authorization": f"Bearer {KEYS[0]}"}
-        for _ in range(2):
-            assert (await refused(clients, "", **key))[:2] == (429, "too_many_sessions")
-            async with resumed(clients, client, **bearer()):
-                assert (await refused(clients, "", **key))[:2] == (429, "too_many_sessions")
-        async with resumed(clients, client, **bearer()):
-            await client.websocket.aclose()
-        await wait_all_tasks_blocked()
-        async with clients.realtime(**bearer()):
-            pass
-
-
-async def test_there_are_at_most_as_many_sessions_as_connections(autojump_clock):
-    async with open_clients(max_connections=2) as clients:
-        lost = [await cut(clients, seconds=10, response=None) for _ in range(2)]
-        assert (await refused(clients, "resume=10"))[:2] == (503, "too_many_sessions")
-        async with clients.realtime():
-            pass
-        await trio.sleep(11)
-        for client in lost:
-            assert await is_over(clients, client)
-
-
-BAD = [
-    ("resume=0", (400, "invalid_value", "resume")),
-    ("resume=61", (400, "invalid_value", "resume")),
-    ("resume=nan", (400, "invalid_value", "resume")),
-    ("resume=", (400, "invalid_value", "resume")),
-    ("resume=5&resume=5", (400, "invalid_value", "resume")),
-    ("last_seq=1", (400, "invalid_value", "last_seq")),
-    ("session=x&resume=5&last_seq=1", (400, "invalid_value", "resume")),
-    ("session=x", (400, "missing_parameter", "last_seq")),
-    ("session=x&last_seq=1", (404, "session_not_found", "session")),
-    ("session=&last_seq=1", (404, "session_not_found", "session")),
-    ("session=%F0%9F%98%80%00%ff&last_seq=1", (404, "session_not_found", "session")),
-    ("session=TOKEN&session=TOKEN&last_seq=1", (400, "invalid_value", "session")),
-    ("session=TOKEN&last_seq=-1", (400, "invalid_value", "last_seq")),
-    ("session=TOKEN&last_seq=1.5", (400, "invalid_value", "last_seq")),
-    ("session=TOKEN&last_seq=" + "9" * 5000, (400, "invalid_value", "last_seq")),
-    ("session=TOKEN&last_seq=3", (400, "invalid_value", "last_seq")),
-    ("session=TOKEN&last_seq=1&model=other", (404, "model_not_found", "model")),
-]
-
-
-@pytest.mark.parametrize(("query", "error"), BAD)
-async def test_bad_parameters(autojump_clock, clients, query, error):
-    """And the session lives on."""
-    client = await cut(clients, response=None)
-    assert await refused(clients, query.replace("TOKEN", client.token)) == error
-    async with resumed(clients, client):
-        await client.ask("again", **SHORT)
-        await client.websocket.aclose()
-
-
-# ---- the limit of kept events ----------------------------------------------------------------------------------------
-
-
-async def test_old_events_are_dropped(autojump_clock, clients):
-    """The newest mebibyte is kept, and counted."""
-    async with resumable(clients) as client:
-        for _ in range(8):
-            await client.say("x" * 100_000)
-            await client.until("conversation.item.done")
-        await wait_all_tasks_blocked()
-        items = 8 * (100_000 + 512)
-        assert MAX_KEPT - 110_000 < clients.server.budget.num_bytes - items <= MAX_KEPT
-    last = len(client.events) - 1
-    for dropped in (0, 5):
-        assert await refused(clients, f"session={client.token}&last_seq={dropped}") == (
-            410,
-            "events_dropped",
-            "last_seq",
-        )
-    async with resumed(clients, client, last=last - 9):
-        while len(client.events) <= last:
-            await client.next()
-        await client.websocket.aclose()
-    assert await is_over(clients, client)
-
-
-async def test_too_much_for_a_client_that_is_away(autojump_clock, clients):
-    """It has asked for more than a mebibyte, and read nothing."""
-    async with connection(clients, "resume=30", lockstep_stream_pair) as websocket:
-        client = Client(websocket)
-        client.token = (await client.next())["resume"]["token"]
-        await client.say("x" * 100_000, id="large")
-        for _ in range(20):
-            await client.send("conversation.item.retrieve", item_id="large")
-    before = trio.current_time()
-    assert await is_over(clients, client)
-    assert trio.current_time() - before < 1
