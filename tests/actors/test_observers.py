@@ -29,6 +29,7 @@ class Notes(Observer):
     gaps: list = field(default_factory=list)
     finished: list = field(default_factory=list)
     stopped: list = field(default_factory=list)
+    aborts: list = field(default_factory=list)
 
     def step(self, num_tokens):
         self.steps.append(num_tokens)
@@ -45,6 +46,9 @@ class Notes(Observer):
 
     def session_stopped(self, seconds):
         self.stopped.append(seconds)
+
+    def all_aborted(self, cause):
+        self.aborts.append(cause)
 
 
 @pytest.fixture
@@ -242,3 +246,12 @@ async def test_blocks_of_a_session_that_ends_are_free_at_once(autojump_clock, ob
     await session.ended()
     statistics = engine.statistics()
     assert statistics.kv_blocks_free + statistics.kv_blocks_cached == statistics.kv_blocks_total
+
+
+async def test_all_requests_are_aborted(autojump_clock, observed):
+    """Also if there is none."""
+    engine, _, notes = observed
+    engine.abort_all()
+    async with engine.open_session() as session, session.generate(PROMPT, LONG):
+        assert engine.abort_all(Cause.SLEEP) == 1
+    assert notes.aborts == [Cause.ABORT_ALL, Cause.SLEEP]

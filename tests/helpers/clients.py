@@ -45,6 +45,7 @@ class Client:
     def __init__(self, websocket):
         self.websocket = websocket
         self.events = []
+        self.token = None  # of a session that can be resumed
 
     async def send(self, name, **fields):
         await self.websocket.send_message(json.dumps({"type": name, **fields}))
@@ -166,6 +167,7 @@ class Clients:
         certificate = {"ssl_certfile": CERTIFICATE} if tls else {}
         config = ServeConfig(**{"served_model_name": "toy"} | certificate | options)
         self.server = Server(engine, config, server_context() if tls else None)
+        self.server.realtime.sessions.run_in(nursery)
         self._tls = tls
         self._nursery = nursery
         self.served = []

@@ -108,3 +108,24 @@ async def test_no_goodbye_comes_in_the_middle_of_a_response(autojump_clock):
         with pytest.raises(ConnectionClosed) as closed:
             await client.next()
         assert closed.value.reason.code == 1001
+
+
+async def test_a_session_whose_client_is_away(autojump_clock):
+    """It runs in the server's own nursery, and ends with it."""
+    async with running() as (server, listener, _, ended):
+        async with trio.open_nursery() as nursery:
+            stream = listener.dial()
+            websocket = await wrap_client_stream(nursery, stream, "localhost", "/v1/realtime?resume=60")
+            client = Client(websocket)
+            await client.until("session.created")
+            await client.say("hello")
+            await client.send("response.create", response={"max_output_tokens": 400, "ignore_eos": True})
+            await client.until("response.output_text.delta")
+            await trio.aclose_forcefully(stream)
+        await trio.testing.wait_all_tasks_blocked()
+        assert (len(server.realtime.sessions), server.engine.statistics().running) == (1, 1)
+        before = trio.current_time()
+        server.abort()
+        await ended.wait()
+        assert trio.current_time() - before < 0.1
+        assert (len(server.realtime.sessions), server.budget.num_bytes) == (0, 0)

@@ -267,7 +267,10 @@ class Engine:
         cause = check_cause(cause)
         keeps = check_flag("keep_waiting", keep_waiting)
         num_waiting = 0 if keeps else self.runtime.sessions.abort_waiting(cause)  # before a slot is theirs
-        return num_waiting + self.runtime.sessions.abort_all(cause)
+        num_aborted = num_waiting + self.runtime.sessions.abort_all(cause)
+        for observer in self.observers:
+            observer.all_aborted(cause)
+        return num_aborted
 
     @names_checked
     async def drain(self, timeout: float | None = None) -> bool:

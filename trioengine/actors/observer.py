@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import trio
 
 from trioengine.core.lifecycle import Attachment, Event, Phase, PowerEvent, PowerStage
-from trioengine.core.types import Usage
+from trioengine.core.types import Cause, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,9 @@ class Observer:
 
     def power_moved(self, stage: PowerStage, event: PowerEvent) -> None:
         """The engine, which was in this stage, has handled the event, or ignored it."""
+
+    def all_aborted(self, cause: Cause) -> None:
+        """Every request was aborted, by `Engine.abort_all` with this cause, or there was none."""
 
     def change_requested(self, change: object) -> None:
         """A sleep, a wake or an update is queued as this PowerChange."""

@@ -77,8 +77,8 @@ class Access:
         self._sessions = KeySessions(config.max_sessions_per_key)
 
     @contextmanager
-    def admit(self, request: HttpRequest, role: Role) -> Iterator[Caller]:
-        """Admit a request, to be served within the block. Raises BadRequest if it is refused."""
+    def admit(self, request: HttpRequest, role: Role, num_sessions: int = 1) -> Iterator[Caller]:
+        """Admit a request, to be served within the block with so many sessions. Raises BadRequest if it is refused."""
         refusal = self.origins.refusal(request.headers)
         if refusal is not None:
             _refuse(*refusal)
@@ -88,7 +88,7 @@ class Access:
             return
         with ExitStack() as stack:
             try:
-                sessions = stack.enter_context(self._sessions.holding(key))
+                sessions = stack.enter_context(self._sessions.holding(key, num_sessions))
             except OverBudget as exc:
                 raise BadRequest(error_response(exc)) from None
             yield Caller(key, hmac.digest(self._secret, key, hashlib.sha256), sessions)

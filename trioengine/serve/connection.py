@@ -22,7 +22,7 @@ from trio_websocket import ConnectionClosed
 from wsproto.utilities import ProtocolError
 
 from trioengine.serve.access_log import CLIENT, REQUEST_ID, SESSION, log_request, log_unreadable, set_field
-from trioengine.serve.auth import Access, Role
+from trioengine.serve.auth import Access, Caller, Role
 from trioengine.serve.body import CHUNK, DisconnectCounter, Disconnected, log_disconnect
 from trioengine.serve.config import ConnectionLimits
 from trioengine.serve.errors import SERVER_ERROR, ClientError, Problem
@@ -38,6 +38,7 @@ from trioengine.serve.http import (
 from trioengine.serve.http_connection import HttpConnection
 from trioengine.serve.ids import http_date
 from trioengine.serve.limits import ByteBudget, ConnectionSlot, ConnectionSlots, Displaced, Held, network_of
+from trioengine.serve.realtime.handshake import resumes
 from trioengine.serve.routes import REALTIME, Routes, find_handler, find_route, upgrade_required
 from trioengine.serve.tls import TlsStream
 from trioengine.serve.websocket import AcceptedWebSocket
@@ -63,8 +64,8 @@ LINGER_TIMEOUT = 2.0  # seconds
 LINGER_BYTES = 8 << 20
 _TCP_USER_TIMEOUT = 18  # linux/tcp.h; socket.TCP_USER_TIMEOUT exists on Linux only
 
-CheckUpgrade = Callable[[HttpRequest], None]  # raises ClientError to refuse a WebSocket
-WebSocketHandler = Callable[[AcceptedWebSocket, Held, bytes], Awaitable[None]]  # the bytes are its key's cache salt
+CheckUpgrade = Callable[[HttpRequest, Caller], None]  # raises ClientError to refuse a WebSocket
+WebSocketHandler = Callable[[AcceptedWebSocket, HttpRequest, Caller, Held], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +228,11 @@ class ConnectionHandler:
         route = find_route(self._routes, request.path)
         preflight = self._access.origins.preflight(request, () if route is None else route.handlers)
         role = Role.ANYONE if preflight else Role.USER if route is None else route.role
-        with self._access.admit(request, role) as caller, self._budget.holding(caller.key) as held:
-            if request.wants_websocket and request.path == REALTIME:
-                await self._serve_websocket(connection, request, held, caller.cache_salt)
+        is_websocket = request.wants_websocket and request.path == REALTIME
+        num_sessions = 0 if is_websocket and resumes(request) else 1
+        with self._access.admit(request, role, num_sessions) as caller, self._budget.holding(caller.key) as held:
+            if is_websocket:
+                await self._serve_websocket(connection, request, caller, held)
                 return False
             request = dataclasses.replace(request, cache_salt=caller.cache_salt, sessions=caller.sessions)
             found = preflight or find_handler(self._routes, request)
@@ -258,11 +261,9 @@ class ConnectionHandler:
 
     # ---- WebSockets -----------------------------------------------------------------------------------------------
 
-    async def _serve_websocket(
-        self, connection: _Connection, request: HttpRequest, held: Held, cache_salt: bytes
-    ) -> None:
+    async def _serve_websocket(self, connection: _Connection, request: HttpRequest, caller: Caller, held: Held) -> None:
         websocket = AcceptedWebSocket(connection.stream, self._largest_message, held)
-        refusal = _bad_handshake(request, connection.http.seen, websocket) or self._bad_upgrade(request)
+        refusal = _bad_handshake(request, connection.http.seen, websocket) or self._bad_upgrade(request, caller)
         if refusal is not None:
             raise BadRequest(refusal)
         async with trio.open_nursery() as nursery:
@@ -272,7 +273,7 @@ class ConnectionHandler:
                 headers = [*connection.http.common_headers, (b"date", http_date())]
                 await proposal.accept(subprotocol=subprotocol, extra_headers=headers)
                 connection.http.status = 101
-            await self._realtime(websocket, held, cache_salt)
+            await self._realtime(websocket, request, caller, held)
             nursery.cancel_scope.cancel()
         with connection.slot.lingering():
             await linger(connection.stream)
@@ -280,9 +281,9 @@ class ConnectionHandler:
     def _largest_message(self) -> int:
         return self._limits.largest_message(takes_images=self._takes_images())
 
-    def _bad_upgrade(self, request: HttpRequest) -> HttpResponse | None:
+    def _bad_upgrade(self, request: HttpRequest, caller: Caller) -> HttpResponse | None:
         try:
-            self._check_upgrade(request)
+            self._check_upgrade(request, caller)
         except ClientError as exc:
             return error_response(exc)
         return None

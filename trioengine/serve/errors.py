@@ -24,6 +24,8 @@ SERVER_ERROR = "server_error"
 RATE_LIMIT = "rate_limit_error"
 _STATUS = {  # of refused requests, by code; others are 400
     "model_not_found": 404,
+    "session_not_found": 404,
+    "events_dropped": 410,
     "no_weights_dir": 403,
     "weights_not_found": 404,
     "image_dropped": 409,  # the same request may be sent again

@@ -15,6 +15,11 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{random_hex()}"
 
 
+def new_token() -> str:
+    """Return a new secret of 192 random bits, in hexadecimal digits."""
+    return random_hex() + random_hex()
+
+
 def random_hex() -> str:
     """Return 24 random hexadecimal digits."""
     return secrets.token_hex(12)

@@ -1,4 +1,4 @@
-"""The sessions of each key: one for a WebSocket, and one for each choice of a request while that is answered.
+"""The sessions of each key: one for a WebSocket's session, and one for each choice of a request until it is answered.
 
 A request takes its first session before its body is read. It takes those for all choices of its first prompt at once,
 or none; the choices of its other prompts wait until the key has a session for them, or the request has one to spare.
@@ -29,10 +29,10 @@ class KeySessions:
         return iter(self._counts)
 
     @contextmanager
-    def holding(self, key: bytes) -> Iterator[SessionShare]:
-        """Hold a session for the block, and those that are added to it. Raises OverBudget if the key has no more."""
+    def holding(self, key: bytes, count: int = 1) -> Iterator[SessionShare]:
+        """Hold sessions for the block, and those that are added. Raises OverBudget if the key has too few."""
         share = SessionShare(self, key)
-        share.claim(1)
+        share.claim(count)
         try:
             yield share
         finally:
@@ -52,7 +52,7 @@ class KeySessions:
 
 
 class SessionShare:
-    """The sessions of one request or connection: at least one."""
+    """The sessions of one request or connection: at least one, unless they are `moved` or counted elsewhere."""
 
     __slots__ = ("_all", "_key", "_num_used", "num_held")
 
@@ -73,6 +73,15 @@ class SessionShare:
             message = f"{num_open} (the limit)" if not left else f"{num_open} of {most}, and n is {count}"
             raise OverBudget(429, Problem(RATE_LIMIT, "too_many_sessions", message, retry_after=1.0))
         self._hold(count - self.num_held)
+
+    @contextmanager
+    def moved(self) -> Iterator[None]:
+        """Hold its sessions for the block instead, which may outlast the request or connection."""
+        count, self.num_held = self.num_held, 0
+        try:
+            yield
+        finally:
+            self._all.add(self._key, -count)
 
     @asynccontextmanager
     async def using(self) -> AsyncIterator[None]:

@@ -26,6 +26,7 @@ _SURROGATE = r"\\u[dD][89a-fA-F]"  # an escape of half of a pair, or of one of i
 _SURROGATE_IN_TEXT, _SURROGATE_IN_BYTES = re.compile(_SURROGATE), re.compile(_SURROGATE.encode())
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 _SHOWN = 120  # characters of a name
+_MAX_DIGITS = 15  # of an integer in a query
 _SHOWN_VALUE = 80  # characters of a value
 _LISTED = 8  # names, at most
 
@@ -229,6 +230,21 @@ def number_in(parameters: Parameters, name: str, low: float, high: float) -> flo
         return number(value, low, high)
     except ValueError as exc:
         raise ClientError("invalid_value", f"{name} {exc}", param=name) from None
+
+
+def count_in(parameters: Parameters, name: str) -> int | None:
+    """Return an integer of at most 15 digits, or None if it is absent. Raises ClientError."""
+    text = text_in(parameters, name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
+        raise ClientError("invalid_value", f"{name} must be an integer from 0, got {brief(text)}", param=name)
+    return int(text)
+
+
+def text_in(parameters: Parameters, name: str) -> str | None:
+    """Return a text, or None if it is absent. Raises ClientError."""
+    return _single(parameters, name, "") if parameters[name] else None
 
 
 def _single(parameters: Parameters, name: str, default: str) -> str:

@@ -20,6 +20,7 @@ from trioengine.serve.errors import INVALID_REQUEST, ClientError, Problem
 from trioengine.serve.http import Handler, HttpRequest, HttpResponse, error_response, json_response, problem_response
 from trioengine.serve.metrics import CONTENT_TYPE, Metrics
 from trioengine.serve.parsing import read_query
+from trioengine.serve.realtime.handshake import PARAMETERS
 from trioengine.serve.responses import Health, NotReady, Ready, Unhealthy, Version
 
 REALTIME = "/v1/realtime"
@@ -141,8 +142,8 @@ def plain_routes(engine: Engine, metrics: Metrics) -> Routes:
 
 _REALTIME = Operation(
     "Connect a WebSocket: OpenAI's Realtime protocol, its text and images",
-    parameters={"model": str},
-    errors=(404, 426),
+    parameters=PARAMETERS,
+    errors=(404, 410, 426),
 )
 _HEALTH = Operation("Report whether the engine lives", responses={200: Health, 503: Unhealthy})
 _READY = Operation("Report whether requests are admitted", responses={200: Ready, 503: NotReady})

@@ -25,23 +25,19 @@ from trioengine.serve.auth import Access, is_loopback, warn_of_short_keys
 from trioengine.serve.body import DisconnectCounter
 from trioengine.serve.chat import OPERATION as CHAT_COMPLETIONS
 from trioengine.serve.chat import ChatCompletions
-from trioengine.serve.chat_request import check_model
 from trioengine.serve.completions import OPERATION as COMPLETIONS
 from trioengine.serve.completions import Completions
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.connection import ConnectionHandler, format_address
-from trioengine.serve.http import HttpRequest
-from trioengine.serve.limits import ByteBudget, Held, InFlight, clamp_to_fd_limit
+from trioengine.serve.limits import ByteBudget, InFlight, clamp_to_fd_limit
 from trioengine.serve.metrics import Metrics
 from trioengine.serve.models import model_routes
 from trioengine.serve.pages import pages
-from trioengine.serve.parsing import read_query
-from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, RealtimeConnection
-from trioengine.serve.realtime.response import ResponseRunner
+from trioengine.serve.realtime.connection import CLOSE_TIMEOUT
+from trioengine.serve.realtime.endpoint import RealtimeEndpoint
 from trioengine.serve.routes import Routes, plain_routes, post
 from trioengine.serve.tls import tls_context
 from trioengine.serve.unknown_fields import UnknownFields
-from trioengine.serve.websocket import AcceptedWebSocket
 from trioengine.text.reasoning import REASONING_FORMS
 from trioengine.text.tool_calls import FORMS
 
@@ -64,11 +60,23 @@ class Server:
         self._unknown_fields = UnknownFields(refuse=config.unknown_fields == "refuse")
         self.budget = ByteBudget(config.max_buffered_bytes, config.max_buffered_bytes_per_key)
         self.metrics = Metrics(engine, self._disconnects, self.budget)
+        self._closing = trio.Event()
+        self.realtime = RealtimeEndpoint(
+            engine,
+            self.model_name,
+            config,
+            self._closing,
+            in_flight=self.in_flight,
+            budget=self.budget,
+            disconnects=self._disconnects,
+            unknown_fields=self._unknown_fields,
+            tool_form=self._tool_form,
+        )
         self.connections = ConnectionHandler(
             self._routes(),
             Access(config),
-            self._check_upgrade,
-            self._realtime,
+            self.realtime.check,
+            self.realtime.serve,
             disconnects=self._disconnects,
             budget=self.budget,
             limits=config,
@@ -77,7 +85,6 @@ class Server:
             tls=tls,
             root_path=config.root_path,
         )
-        self._closing = trio.Event()
         self._accepting = trio.CancelScope()
         self._serving = trio.CancelScope()
 
@@ -94,6 +101,7 @@ class Server:
         self.addresses = tuple(format_address(*name[:2]) for name in names)
         with self._serving:
             async with trio.open_nursery() as connections:
+                self.realtime.sessions.run_in(connections)
                 task_status.started(self)
                 with self._accepting:
                     await trio.serve_listeners(self.connections.handle, list(listeners), handler_nursery=connections)
@@ -141,24 +149,6 @@ class Server:
             ),
             **routes,
         }
-
-    async def _realtime(self, websocket: AcceptedWebSocket, held: Held, cache_salt: bytes) -> None:
-        connection = RealtimeConnection(
-            ResponseRunner(self.engine, self.in_flight, cache_salt),
-            websocket,
-            self.model_name,
-            self._closing,
-            disconnects=self._disconnects,
-            held=held,
-            limits=self.config,
-            unknown_fields=self._unknown_fields,
-            tool_form=self._tool_form,
-        )
-        await connection.run()
-
-    def _check_upgrade(self, request: HttpRequest) -> None:
-        for name in read_query(request.query, ("model",))["model"]:
-            check_model(name, self.model_name)
 
 
 async def serve(

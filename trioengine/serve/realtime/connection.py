@@ -1,30 +1,32 @@
-"""A Realtime connection: one task each reads messages, handles events, runs responses, sends, and pings.
+"""A Realtime connection as its client sees it: a session, carried by one WebSocket after another if it can be resumed.
 
-The sender outlives the other tasks, so that the last events are followed by a clean close.
+One task each handles events, runs responses, and reports states of the engine; the carrier has tasks of its own.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import trio
-from trio_websocket import ConnectionClosed
 
 from trioengine.core.errors import EngineError
-from trioengine.serve.access_log import SESSION
+from trioengine.core.lifecycle import Power
 from trioengine.serve.body import DisconnectCounter, log_disconnect
 from trioengine.serve.chat_request import ServedModel
 from trioengine.serve.config import ConnectionLimits
 from trioengine.serve.errors import ClientError, OverBudget, Problem, problem_of
 from trioengine.serve.ids import new_id
-from trioengine.serve.limits import ALWAYS_TAKEN, Held, size_of
+from trioengine.serve.limits import Held, size_of
 from trioengine.serve.parsing import LONG_JSON, in_thread_if
 from trioengine.serve.reading import check_supported
+from trioengine.serve.realtime.carrier import CLOSE_TIMEOUT as CLOSE_TIMEOUT
+from trioengine.serve.realtime.carrier import NORMAL, Carrier
 from trioengine.serve.realtime.events import EventError, Received, keep_images, parse
+from trioengine.serve.realtime.inbox import Inbox
 from trioengine.serve.realtime.item import Item
 from trioengine.serve.realtime.items import Items
 from trioengine.serve.realtime.next_response import NextResponse
@@ -48,28 +50,27 @@ from trioengine.serve.realtime.response import (
     ResponseSpec,
 )
 from trioengine.serve.realtime.settings import Settings
+from trioengine.serve.realtime.window import MAX_KEPT, Window
 from trioengine.serve.unknown_fields import UnknownFields
 from trioengine.serve.websocket import AcceptedWebSocket
 from trioengine.text.tool_calls import ToolForm
 
 logger = logging.getLogger("trioengine")
-MAX_UNHANDLED = 64  # events that were received and not handled
-MAX_UNHANDLED_SIZE = 8 << 20  # bytes of memory of unhandled events
-CLOSE_TIMEOUT = 5.0  # seconds for the client to answer our close
-Message: TypeAlias = str | bytes | OverBudget  # the error replaces a message that was not kept
-GOING_AWAY, POLICY_VIOLATION, TRY_AGAIN_LATER = 1001, 1008, 1013
+GOING_AWAY, POLICY_VIOLATION, INTERNAL_ERROR, TRY_AGAIN_LATER = 1001, 1008, 1011, 1013
+TAKEN_OVER = 4001
+FINAL = (NORMAL, 1005, 1002, 1007, 1009)  # closes after which no client comes back: intended, or for its faults
 
 
 class RealtimeConnection:
-    """A client's session. `run` returns, or raises, when the client is gone, and its engine sessions have ended.
+    """A client's session, which `attach` connects to its client.
 
-    Once `closing` is set, responses in progress are finished and sent, and the WebSocket is closed.
+    `run` returns when the client is gone, and its engine sessions have ended. Once `closing` is set, responses in
+    progress are finished and sent, and the WebSocket is closed. With a `window`, a client that was lost may come back.
     """
 
     def __init__(
         self,
         runner: ResponseRunner,
-        websocket: AcceptedWebSocket,
         model: str,
         closing: trio.Event,
         *,
@@ -78,12 +79,12 @@ class RealtimeConnection:
         held: Held,
         unknown_fields: UnknownFields,
         tool_form: ToolForm | None = None,
+        window: Window | None = None,
     ) -> None:
         """`tool_form` is the form of tool calls; None: as the chat template shows it."""
         self.id = new_id("sess_")
         self._conversation_id = new_id("conv_")
         self._engine = runner.engine
-        self._websocket = websocket
         self._model = model
         self._closing = closing
         self._disconnects = disconnects
@@ -94,121 +95,43 @@ class RealtimeConnection:
         self._unknown_fields = unknown_fields
         self._items = Items(limits.max_conversation_size, held)
         self._ping_interval = limits.client_ping_interval
-        self._outbox = Outbox(limits.send_timeout, held)
+        self._inbox = Inbox(held)
+        self._outbox = Outbox(limits.send_timeout, held, 0 if window is None else MAX_KEPT)
         self._in_conversation = ConversationResponses(runner, self.id, on_end=self._begin_next)
         self._next: NextResponse | None = None
         self._out_of_band = OutOfBandResponses(runner, self.id)
-        self._unhandled_size = 0  # bytes in memory
-        self._close_code, self._close_reason = 1000, ""
+        self._work = trio.CancelScope()
+        self._carrier: Carrier | None = None
+        self._window = window
+        self._close_code, self._close_reason = NORMAL, ""
+        shown = {} if window is None else {"resume": window.to_json()}
+        self._outbox.put("session.created", session=self._shown_settings, **shown)
 
     async def run(self) -> None:
         try:
-            await self._run()
+            with self._work:
+                await self._run()
+        except Exception:
+            self._close_code, self._close_reason = INTERNAL_ERROR, "internal error"
+            raise
         finally:
+            self._work.cancel()
             self._drop_next()
             self._items.close()
+            self._inbox.source = None
+            if self._carrier is not None:
+                self._carrier.close(self._close_code, self._close_reason)
 
     async def _run(self) -> None:
-        SESSION.set(self.id)
-        self._outbox.put("session.created", session=self._shown_settings)
-        async with trio.open_nursery() as sending:
-            sending.start_soon(self._send)
-            sending.start_soon(self._ping)
-            async with trio.open_nursery() as work:
-                self._out_of_band.run_in(work)
-                send_channel, inbox = trio.open_memory_channel[Message](MAX_UNHANDLED)
-                work.start_soon(self._receive, send_channel, work.cancel_scope)
-                work.start_soon(self._handle, inbox, work.cancel_scope)
-                work.start_soon(self._in_conversation.run)
-                work.start_soon(send_state_events, self._engine, self._outbox)
-                await self._wait_to_close()
-                work.cancel_scope.cancel()
-            with trio.move_on_after(CLOSE_TIMEOUT):
-                await self._websocket.aclose(self._close_code, self._close_reason)
-            sending.cancel_scope.cancel()
-
-    @property
-    def _max_unhandled_size(self) -> int:
-        """In bytes of memory; at least one message."""
-        return max(MAX_UNHANDLED_SIZE, 4 * self._websocket.max_message_size())
-
-    async def _receive(self, inbox: trio.MemorySendChannel[Message], work: trio.CancelScope) -> None:
-        """Read without pause, even while events are unhandled, as only reading detects a disconnect."""
-        try:
-            while self._unhandled_size <= self._max_unhandled_size:
-                if not await self._receive_next(inbox):
-                    await self._discard()
-            self._disconnect(POLICY_VIOLATION, f"more than {self._max_unhandled_size} bytes of unhandled events")
-        except trio.WouldBlock:
-            self._disconnect(POLICY_VIOLATION, f"more than {MAX_UNHANDLED} unhandled events")
-        except ConnectionClosed:
-            log_disconnect("it closed the connection")
-            self._record_disconnect()
-        work.cancel()
-
-    async def _receive_next(self, inbox: trio.MemorySendChannel[Message]) -> bool:
-        """Put the next message into the inbox, without keeping a reference; False if an error replaces it."""
-        message = await self._next_message()
-        inbox.send_nowait(message)
-        return not isinstance(message, OverBudget)
-
-    async def _next_message(self) -> Message:
-        """Return the next message, whose bytes count until it is handled, or the error that replaces it."""
-        try:
-            message = await self._websocket.get_message()
-            size = size_of(message)
-            if size > ALWAYS_TAKEN:
-                self._held.check_room(size)
-        except OverBudget as exc:
-            return exc
-        self._held.charge(size)
-        self._unhandled_size += size
-        return message
-
-    async def _discard(self) -> None:
-        """Read and drop messages after one that was not kept, until the disconnect. Raises ConnectionClosed."""
-        while True:
-            with suppress(OverBudget):
-                await self._websocket.get_message()
-
-    async def _send(self) -> None:
-        try:
-            await self._outbox.send_to(self._websocket)
-        except trio.TooSlowError:
-            self._record_disconnect()
-            raise
-
-    def _record_disconnect(self) -> None:
-        """End the responses of a client that is gone or has to go; count it once if a response was in progress."""
-        if not self._is_gone and self._active:
-            self._disconnects.count += 1
-        self._is_gone = True
-        self._drop_next()
-        for response in self._active:  # before they are cancelled, so that the disconnect is the cause
-            response.abandon()
-
-    @property
-    def _active(self) -> tuple[Response, ...]:
-        return *self._in_conversation.active, *self._out_of_band.active
-
-    def _disconnect(self, code: int, reason: str) -> None:
-        """Disconnect the client with this code and reason, once the work is cancelled."""
-        log_disconnect(reason)
-        self._record_disconnect()
-        self._close_code, self._close_reason = code, reason
-
-    async def _ping(self) -> None:
-        """Detect a client that does not answer, even while closing. Raises TooSlowError."""
-        while True:
-            await trio.sleep(self._ping_interval)
-            with trio.move_on_after(self._ping_interval) as scope:
-                try:
-                    await self._websocket.ping()
-                except ConnectionClosed:
-                    await trio.sleep_forever()  # until the close is over, which cancels this
-            if scope.cancelled_caught:
-                self._record_disconnect()
-                raise trio.TooSlowError
+        async with trio.open_nursery() as work:
+            self._out_of_band.run_in(work)
+            work.start_soon(self._handle)
+            work.start_soon(self._in_conversation.run)
+            work.start_soon(send_state_events, self._engine, self._outbox)
+            if self._window is not None:
+                work.start_soon(self._end_after, self._window)
+            await self._wait_to_close()
+            self._work.cancel()
 
     async def _wait_to_close(self) -> None:
         """Wait until the server is closing, all responses are over, and all events are sent."""
@@ -220,26 +143,110 @@ class RealtimeConnection:
             await self._outbox.flushed()  # a response.create is refused meanwhile, by an event
         self._close_code, self._close_reason = GOING_AWAY, "the server is shutting down"
 
+    @property
+    def _active(self) -> tuple[Response, ...]:
+        return *self._in_conversation.active, *self._out_of_band.active
+
+    # ---- the client -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it ends, so that no client can come back."""
+        return self._work.cancel_called
+
+    def check_last(self, last: int) -> None:
+        """Raise ClientError unless all events after the one with this number can be sent."""
+        self._outbox.check(last)
+
+    def attach(self, websocket: AcceptedWebSocket, last: int = -1) -> Carrier:
+        """Return the carrier of this WebSocket, for the caller to run: it sends the events after this number.
+
+        A WebSocket before it is closed. Raises ClientError as `check_last`, and then changes nothing.
+        """
+        self._outbox.check(last)
+        if self._carrier is not None:
+            self._carrier.close(TAKEN_OVER, "another connection has resumed the session")
+        self._outbox.detach()
+        if self._window is not None:
+            self._window.close()
+        self._carrier = Carrier(self, websocket, self._inbox, self._outbox, self._ping_interval)
+        self._inbox.source = websocket
+        self._outbox.continue_after(last)
+        return self._carrier
+
+    def lose(self, carrier: Carrier, code: int | None = None) -> None:
+        """End, or wait for the client, after its WebSocket was closed with this code, or is silent (None)."""
+        if carrier is not self._carrier or self.is_over:
+            return
+        if code is not None:
+            log_disconnect("it closed the connection")
+        if self._window is None or code in FINAL or self._engine.state in (Power.DRAINING, Power.CLOSED):
+            self._end()
+        else:
+            self._carrier = self._inbox.source = None
+            self._outbox.detach()
+            self._window.open()
+
+    def cut_window(self) -> None:
+        """End it soon if its client was lost."""
+        if self._window is not None:
+            self._window.cut()
+
+    async def _end_after(self, window: Window) -> None:
+        """End once the client has not come back in time."""
+        await window.passed(self._outbox)
+        log_disconnect("it has not resumed its session")
+        self._end()
+
+    def stop_sending(self) -> None:
+        """Send nothing more: a write in progress changes nothing when it ends."""
+        self._outbox.detach()
+
+    async def closed(self) -> None:
+        """Wait, after the end, until its last events and the close are sent."""
+        if self._carrier is not None:
+            await self._carrier.closed.wait()
+
+    def flood(self, carrier: Carrier, reason: str) -> None:
+        """Disconnect a client that sends more than is handled."""
+        if carrier is self._carrier:
+            self._disconnect(POLICY_VIOLATION, reason)
+
+    def _disconnect(self, code: int, reason: str) -> None:
+        """Disconnect the client with this code and reason, once the work is cancelled."""
+        log_disconnect(reason)
+        self._close_code, self._close_reason = code, reason
+        self._end()
+
+    def _end(self) -> None:
+        """End the responses of a client that is gone or has to go; count it once if a response was in progress."""
+        if not self._is_gone and self._active:
+            self._disconnects.count += 1
+        self._is_gone = True
+        self._drop_next()
+        for response in self._active:  # before they are cancelled, so that the disconnect is the cause
+            response.abandon()
+        self._work.cancel()
+
     # ---- events ---------------------------------------------------------------------------------------------------
 
-    async def _handle(self, inbox: trio.MemoryReceiveChannel[Message], work: trio.CancelScope) -> None:
-        while await self._handle_next(inbox, work):
+    async def _handle(self) -> None:
+        while await self._handle_next():
             pass
-        work.cancel()
 
-    async def _handle_next(self, inbox: trio.MemoryReceiveChannel[Message], work: trio.CancelScope) -> bool:
+    async def _handle_next(self) -> bool:
         """Handle a message, which is dropped once parsed; False if the connection has to be closed."""
-        message = await inbox.receive()
+        message = await self._inbox.next()
         await self._outbox.room()
         if isinstance(message, OverBudget):
             await self._give_up(message.problem)
             return False
         size = size_of(message)
-        self._unhandled_size -= size
+        self._inbox.remove(size)
         try:
             received = await self._parse(message)
             del message
-            await self._handle_event(received, work)
+            await self._handle_event(received)
         except EventError as exc:
             self._outbox.put_error(exc.problem, exc.event_id)
         finally:
@@ -252,10 +259,10 @@ class RealtimeConnection:
         await self._outbox.flushed()
         self._disconnect(TRY_AGAIN_LATER, f"no room for a message: {problem.code}")
 
-    async def _handle_event(self, received: Received, work: trio.CancelScope) -> None:
+    async def _handle_event(self, received: Received) -> None:
         with self._report_errors(received):
             with await keep_images(self._engine, received, self._model):
-                if not work.cancel_called:  # otherwise a response would outlive the close
+                if not self.is_over:  # otherwise a response would outlive the close
                     self._act(received)
 
     @contextmanager
