@@ -84,7 +84,7 @@ async def test_no_more_connections_than_descriptors(autojump_clock, descriptors,
 
 REFUSED = [
     (b"/v1/realtime?model=other", b"", 404, "model_not_found"),
-    (b"/v1/realtime?resume=10", b"", 400, "unsupported_parameter"),
+    (b"/v1/realtime?resumed=10", b"", 400, "unsupported_parameter"),
     (b"/v1/nothing", b"", 404, "not_found"),
     (b"/v1/realtime", b"Origin: https://example.com\r\n", 403, "forbidden"),
     (b"/v1/realtime", b"Origin: null\r\n", 403, "forbidden"),
