@@ -31,6 +31,9 @@ ASK_MORE = {  # over HTTP
     "min_tokens": 0,
     "stop_token": None,
     "top_logprobs": None,
+    "choices": 1,
+    "seed": None,
+    "shows_ids": False,
     "rounds": 6,
 }
 SHOW = {

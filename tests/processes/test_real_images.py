@@ -87,7 +87,7 @@ async def test_a_killed_worker_leaves_nothing_and_the_answer_goes_on(in_time, tm
             async with engine.open_session() as session:
                 async with session.generate(QUESTION, GREEDY, media=pictures("two"), wait=True) as generation:
                     for _ in range(moment):
-                        await anext(generation)
+                        await anext(generation, None)  # a chunk may have several tokens
                     killed = engine.statistics().worker_pid
                     os.kill(killed, signal.SIGKILL)
                     completion = await generation.result()
