@@ -1,11 +1,14 @@
 """Several choices of one prompt (`n`), on both routes: whole and streamed, one prefill, one admission, one end."""
 
+from functools import partial
+
 import pytest
 import trio
 from helpers.clients import CHAT, chat, events_of, first_token, open_clients
 from helpers.expectations import until
+from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineConfig
+from trioengine import EngineConfig, TransitionFailed
 
 COMPLETIONS = "/v1/completions"
 LONG = "to be or not to be, that is the question " * 5  # many blocks of the KV cache
@@ -305,3 +308,20 @@ async def test_choices_that_are_suspended_are_ended(autojump_clock, end):
         answer = await client.answer()
         assert (answer.status, answer.error["code"]) == (503, "shutdown" if end == "drain" else "sleep")
         assert clients.engine.statistics().suspended == clients.engine.statistics().preparing == 0
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_drain_lets_choices_finish_for_which_a_sleep_waits(autojump_clock, n):
+    async with open_clients(SMALL_STEPS) as clients, clients.connect() as client, trio.open_nursery() as nursery:
+        await client.send("POST", CHAT, chat(LONG, n=n, max_tokens=20))
+        await until(clients.engine, iter([False, True]).__next__)
+        sleep = partial(clients.engine.sleep, mode="wait")
+        nursery.start_soon(fails, TransitionFailed, sleep)
+        await wait_all_tasks_blocked()
+        assert await clients.engine.drain()
+        assert (await client.answer()).status == 200
+
+
+async def fails(error, call):
+    with pytest.raises(error):
+        await call()

@@ -3,10 +3,11 @@
 import pytest
 import trio
 from helpers.buffered_bytes import KEYS, bearer
-from helpers.clients import Client, open_clients
-from helpers.resuming import SHORT, connection, cut, is_over, refused, resumable, resumed
+from helpers.clients import HOST, Client, open_clients
+from helpers.resuming import HEADERS, SHORT, connection, cut, is_over, refused, resumable, resumed
 from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 
+from trioengine.serve.realtime.endpoint import NOT_RESUMED
 from trioengine.serve.realtime.window import MAX_KEPT
 
 
@@ -118,3 +119,31 @@ async def test_too_much_for_a_client_that_is_away(autojump_clock, clients):
     before = trio.current_time()
     assert await is_over(clients, client)
     assert trio.current_time() - before < 1
+
+
+async def test_a_session_that_ends_during_the_handshake(autojump_clock, clients):
+    """The connection is closed, also if its client does not answer the close."""
+    async with resumable(clients) as client:
+        ours, theirs = lockstep_stream_pair()
+        stream = clients.stream(ours, theirs)
+        lines = [f"GET /v1/realtime?session={client.token}&last_seq=0 HTTP/1.1", f"host: {HOST}"]
+        lines += [f"{name}: {value}" for name, value in HEADERS.items()]
+        await stream.send_all("\r\n".join([*lines, "", ""]).encode())
+        await wait_all_tasks_blocked()  # in the answer, which nobody reads yet
+        await client.websocket.aclose()
+        await wait_all_tasks_blocked()
+        data = b""
+        while more := await stream.receive_some(4096):
+            data += more
+    assert data.startswith(b"HTTP/1.1 101") and NOT_RESUMED.to_bytes(2) + b"session_not_found" in data
+
+
+async def test_the_name_of_the_parameter_is_decoded(autojump_clock):
+    """A client whose key has no more sessions comes back."""
+    async with open_clients(api_key=KEYS, max_sessions_per_key=1) as clients:
+        client = await cut(clients, response=None, **bearer())
+        query = f"%73ession={client.token}&last_seq={len(client.events) - 1}"
+        async with connection(clients, query, **bearer()) as client.websocket:
+            await client.say("I am back")
+            await client.until("conversation.item.done")
+            await client.websocket.aclose()

@@ -283,9 +283,14 @@ class Engine:
         seconds = math.inf if timeout is None else check_seconds(timeout)
         causes = self.runtime.gate.ledger.abort_causes
         before = causes[Cause.SHUTDOWN]
-        is_changing = not self.runtime.power.desired_worker.runs_requests or self.runtime.gate.is_change_pending
+        runs_requests, is_changing = (
+            self.runtime.power.desired_worker.runs_requests,
+            self.runtime.gate.is_change_pending,
+        )
         self.runtime.gate.change_power(PowerEvent.DRAIN)
-        if is_changing:
+        if not runs_requests:
+            self.runtime.sessions.abort_all(Cause.SHUTDOWN)
+        elif is_changing:
             self.runtime.sessions.abort_suspended(Cause.SHUTDOWN)
         with trio.move_on_after(seconds):
             await self._quiet()

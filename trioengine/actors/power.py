@@ -185,7 +185,7 @@ class PowerActor:
     async def _sleep(self, level: int, policy: InFlightPolicy, change: PowerChange) -> None:
         self.memory.check_sleep(level)
         if self.memory.asleep and policy.mode is Mode.ABORT:
-            change.num_aborted += self._sessions.abort_suspended(Cause.SLEEP)
+            change.num_aborted += self._sessions.abort_all(Cause.SLEEP)
         if self.memory.sleeps_at(level):
             self.memory = self.memory.slept(level)
             return
@@ -236,7 +236,7 @@ class PowerActor:
         self._gate.change_power(PowerEvent.UPDATE)
         await self._check_files(path)
         if policy.mode is Mode.ABORT:
-            change.num_aborted += self._sessions.abort_suspended(Cause.SLEEP)
+            change.num_aborted += self._sessions.abort_all(Cause.SLEEP)
         await self._load(path)
         self._gate.change_power(PowerEvent.UPDATED)
         was_awaited = self.memory.weights is WeightsState.AWAITING_UPDATE

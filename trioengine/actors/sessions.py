@@ -108,11 +108,11 @@ class Sessions:
         )
 
     def abort_suspended(self, cause: Cause) -> int:
-        """Abort the requests that are suspended, and those that wait behind a leader. Returns how many."""
+        """Abort the requests that are suspended. Returns how many."""
         return sum(
             session.abort_request(request, cause)
             for session, request in self._in_flight
-            if session.phase is Phase.SUSPENDED or (session.phase is Phase.PREPARING and request.leader is not None)
+            if session.phase is Phase.SUSPENDED
         )
 
     def detach_all(self) -> int:

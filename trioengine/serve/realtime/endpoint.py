@@ -15,7 +15,7 @@ from trioengine.serve.config import ServeConfig
 from trioengine.serve.errors import SERVER_ERROR, ClientError, OverBudget, Problem
 from trioengine.serve.http import HttpRequest
 from trioengine.serve.limits import ByteBudget, Held, InFlight
-from trioengine.serve.realtime.carrier import Carrier
+from trioengine.serve.realtime.carrier import CLOSE_TIMEOUT, Carrier
 from trioengine.serve.realtime.connection import RealtimeConnection
 from trioengine.serve.realtime.handshake import Handshake
 from trioengine.serve.realtime.response import ResponseRunner
@@ -103,7 +103,8 @@ class RealtimeEndpoint:
             session = self.sessions.find(token, caller.key)
             carrier = session.attach(websocket, last)
         except ClientError as exc:
-            await websocket.aclose(NOT_RESUMED, exc.problem.code)
+            with trio.move_on_after(CLOSE_TIMEOUT):
+                await websocket.aclose(NOT_RESUMED, exc.problem.code)
             return
         SESSION.set(session.id)
         await _carry(session, carrier)

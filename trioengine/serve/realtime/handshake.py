@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
+from urllib.parse import unquote_plus
 
 from msgspec import Meta
 
@@ -55,4 +56,4 @@ def _refuse_beside(parameters: Parameters, name: str, rule: str) -> None:
 
 def resumes(request: HttpRequest) -> bool:
     """Whether a handshake names a session: then this one counts for its key, and the connection does not."""
-    return any(part.partition("=")[0] == "session" for part in request.query.split("&"))
+    return any(unquote_plus(part.partition("=")[0]) == "session" for part in request.query.split("&"))
