@@ -208,3 +208,9 @@ def test_users_see_every_power_and_each_stage_as_one():
     assert PowerStage.FINISHING_TO_SLEEP.power is PowerStage.RETIRING.power is Power.FALLING_ASLEEP
     assert PowerStage.UPDATING_ASLEEP.power is Power.ASLEEP
     assert PowerStage.FINISHING_TO_UPDATE.power is Power.UPDATING
+
+
+def test_admitted_requests_go_to_the_worker_while_others_may_finish():
+    running = {stage for stage in PowerStage if stage.runs_requests}
+    finishing = {stage for stage in PowerStage if (stage, PowerEvent.QUIESCE) in POWER_TRANSITIONS}
+    assert running == {PowerStage.AWAKE, PowerStage.DRAINING} | finishing
