@@ -212,5 +212,5 @@ def test_users_see_every_power_and_each_stage_as_one():
 
 def test_admitted_requests_go_to_the_worker_while_others_may_finish():
     running = {stage for stage in PowerStage if stage.runs_requests}
-    finishing = {stage for stage in PowerStage if (stage, PowerEvent.QUIESCE) in POWER_TRANSITIONS}
+    finishing = {stage for stage, row in POWER_TRANSITIONS.items() if PowerEvent.QUIESCE in row}
     assert running == {PowerStage.AWAKE, PowerStage.DRAINING} | finishing
