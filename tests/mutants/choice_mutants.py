@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import trio
 from mutant import Mutant, replaced
 
 from trioengine.actors.gate import Gate
@@ -50,7 +51,7 @@ def _send_arguments_again(end: Any) -> Any:
 
 def _leave_others_waiting(run: Any) -> Any:
     async def mutant(self: Choices, choice: Choice, body: Any) -> None:
-        admitted, choice.admitted = choice.admitted, _Unset()  # type: ignore[assignment]
+        admitted, choice.admitted = choice.admitted, trio.Event()
         try:
             await run(self, choice, body)
         finally:
@@ -58,10 +59,6 @@ def _leave_others_waiting(run: Any) -> Any:
                 admitted.set()
 
     return mutant
-
-
-class _Unset:
-    def set(self) -> None: ...
 
 
 def _end_only_failed(end_all: Any) -> Any:

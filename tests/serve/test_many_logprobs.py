@@ -1,9 +1,6 @@
 """Responses with many log-probabilities: encoded in slices, in threads, and counted among the bytes that are kept."""
 
 import json
-import sys
-import threading
-import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -15,6 +12,7 @@ from helpers.expectations import until
 from trio.testing import memory_stream_pair
 
 from trioengine import EngineConfig, open_engine
+from trioengine.serve import json_encoder
 from trioengine.serve.json_encoder import encode, encoded, encoded_list
 from trioengine.testing import Simulation
 from trioengine.testing.simulation import DEFAULT_LIMITS
@@ -34,22 +32,17 @@ def body(path, **fields):
 # ---- encoding -------------------------------------------------------------------------------------------------------
 
 
-def test_other_threads_run_while_a_long_list_is_encoded():
+def test_a_long_list_is_encoded_in_short_calls(monkeypatch):
     """One call for all of it would hold the interpreter's lock, and stop the event loop."""
-    items = [{str(number): -0.5 for number in range(20)}] * 50_000
-    results, turns, interval = [], 0, sys.getswitchinterval()
-    thread = threading.Thread(target=lambda: results.append(encoded_list(items)))
-    sys.setswitchinterval(1e-5)
-    try:
-        thread.start()
-        while thread.is_alive():
-            time.sleep(0)
-            turns += 1
-    finally:
-        sys.setswitchinterval(interval)
-    thread.join()
-    assert turns > 100
-    assert json.loads(bytes(results[0])) == items
+    items, sizes = [{str(number): -0.5 for number in range(20)}] * 1000, []
+
+    def watched(piece):
+        sizes.append(len(piece))
+        return encoded(piece)
+
+    monkeypatch.setattr(json_encoder, "encoded", watched)
+    assert json.loads(bytes(encoded_list(items))) == items
+    assert sum(sizes) == len(items) and max(sizes) <= 64
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 200])
