@@ -254,6 +254,23 @@ async def test_a_connection_takes_over(autojump_clock, clients):
             assert await is_over(clients, client)
 
 
+async def test_connections_that_were_replaced_make_room(autojump_clock):
+    """Their clients do not answer the close, so that each would take a place for seconds."""
+    async with open_clients(max_connections=3) as clients:
+        async with resumable(clients) as client:
+            pass
+        handshake = HANDSHAKE.replace(b"/realtime", f"/realtime?session={client.token}&last_seq=0".encode())
+        for _ in range(6):
+            stream = clients.stream()
+            await stream.send_all(handshake)
+            await read_until(stream, b"101")
+            await wait_all_tasks_blocked()
+        async with resumed(clients, client):
+            assert (await client.ask("hello", **SHORT))["status"] == "incomplete"
+            await client.websocket.aclose()
+        assert await is_over(clients, client)
+
+
 async def test_two_connections_at_once(autojump_clock, clients):
     """One of them has the session, and the other is closed."""
     client = await cut(clients)

@@ -262,7 +262,7 @@ class ConnectionHandler:
     # ---- WebSockets -----------------------------------------------------------------------------------------------
 
     async def _serve_websocket(self, connection: _Connection, request: HttpRequest, caller: Caller, held: Held) -> None:
-        websocket = AcceptedWebSocket(connection.stream, self._largest_message, held)
+        websocket = AcceptedWebSocket(connection.stream, self._largest_message, held, connection.slot.lingering)
         refusal = _bad_handshake(request, connection.http.seen, websocket) or self._bad_upgrade(request, caller)
         if refusal is not None:
             raise BadRequest(refusal)
