@@ -23,6 +23,7 @@ def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
 
 
+@pytest.hookimpl(trylast=True)  # after pytest-trio has marked the tests
 def pytest_collection_modifyitems(config, items):
     """Leave the tests marked `slow` out, unless --slow asks for them; check that the others have their clock."""
     for item in items:
