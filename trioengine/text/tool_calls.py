@@ -121,10 +121,11 @@ class ToolCallParser:
     def finish(self) -> list[Part]:
         """Return the rest, at the end of the answer."""
         rest, self._buffer = self._buffer, ""
+        inside = rest[: len(rest) - overlap(rest, self._end)]  # without an end tag that is cut
         if self._state in (_State.HEAD, _State.WHOLE):
-            self._give_whole(rest, self._space + self._begin + rest)
-        elif self._state is _State.TAIL:
-            self._give_text(rest.partition("}")[2])
+            self._give_whole(inside, self._space + self._begin + rest)
+        elif self._state is _State.TAIL and (behind := inside.partition("}")[2]).strip():
+            self._give_text(behind)
         elif self._state is _State.TEXT and (rest.strip() or not self.num_calls):
             self._give_text(rest)
         return self._take_parts()
