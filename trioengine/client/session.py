@@ -275,9 +275,7 @@ class SessionProxy:
         self.connection.start_soon(request.expire)
         try:
             with request.entering:
-                while self._in_flight is not None and self._in_flight.is_stopping:
-                    await self._in_flight.settled.wait()
-                await self.conversation.confirmed()
+                await self._turn()
                 if request.outcome is not None:
                     return  # aborted before its turn came
                 self._check_idle()
@@ -295,6 +293,13 @@ class SessionProxy:
         finally:
             del self._entering[request]
         request.check_refusal()
+
+    async def _turn(self) -> None:
+        """Wait until the server has the history, and has ended the request before if that was stopped."""
+        await self.conversation.confirmed()
+        while (request := self._in_flight) is not None and request.is_stopping:
+            await request.settled.wait()
+            await self.conversation.confirmed()
 
     async def _prepared(self, prompt: Any, media: Sequence[Media]) -> tuple[list[Message], dict[str, str]]:
         """The messages of a prompt, and the events that create their items."""
