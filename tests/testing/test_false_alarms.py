@@ -179,3 +179,16 @@ def test_what_was_no_bug(program):
     program = Program(*program)
     with silence():
         replay(machine_of(program)(), program)
+
+
+def test_a_server_that_is_aborted_cuts_connections_that_a_hanging_worker_keeps_busy():
+    steps = [
+        ("begin", {"ready": True, "sessions": 1, "turns": 0, "history": 0}),
+        ("ask_so", ASK),
+        ("outage", {"way": "hang"}),
+        ("settle", {}),
+        ("outage", {"way": "abort"}),
+    ]
+    program = Program("ClientMachine", steps, variant=2)
+    with silence():
+        assert replay(machine_of(program)(), program) == 0
