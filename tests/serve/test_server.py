@@ -20,8 +20,10 @@ from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.cli.serve import obey_signals
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.connection import enable_keepalive, format_address
-from trioengine.serve.server import Server, serve
+from trioengine.serve.connection import enable_keepalive
+from trioengine.serve.listening import format_address
+from trioengine.serve.server import Server
+from trioengine.serve.startup import serve
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 

@@ -24,10 +24,11 @@ from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError
 from trioengine.hub.pull import locate
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.server import Server, serve
+from trioengine.serve.startup import serve
 
 if TYPE_CHECKING:
     from trioengine.cli.progress import Bars
+    from trioengine.serve.server import Server
 
 logger = logging.getLogger("trioengine")
 
