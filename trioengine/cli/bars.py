@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 from rich.console import Console
 from rich.progress import (
@@ -18,8 +19,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from trioengine.cli.progress import OnProgress
-
+OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes
 _MIN_BYTES = 1 << 20  # of a meaningful estimate; pip's small files come before
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
-OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes
+if TYPE_CHECKING:
+    from trioengine.cli.bars import OnProgress
 
 
 class Bars(NamedTuple):
