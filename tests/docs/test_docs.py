@@ -15,7 +15,7 @@ from helpers.pictures import PICTURE
 from trioengine import EngineConfig, blocking, connect, open_engine
 from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.server import serve
+from trioengine.serve.startup import serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulation import IMAGE_LIMITS
 

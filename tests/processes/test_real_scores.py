@@ -12,7 +12,7 @@ from helpers.torch_driver import reference
 from trioengine import EngineConfig
 from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.server import serve
+from trioengine.serve.startup import serve
 
 KNOWN = reference("tiny_reference.json")["plain"]
 ANSWERED = {"prompt": tiny_llama.PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True}

@@ -81,7 +81,7 @@ class Request(ReadableRequest):
         self._prompt_logprobs: list[Logprobs | None] = [None]  # of the first tokens of the prompt, if asked for
         self._num_tokens_read = 0
         self._num_texts_read = 0
-        self._has_read_prompt = False  # its logprobs
+        self._has_read_prompt = params.prompt_logprobs is None  # nothing of the prompt is left to be read
 
     # ---- the reader's side ------------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class Request(ReadableRequest):
         return output is not None and (
             self._num_tokens_read < len(output.token_ids)
             or self._num_texts_read < len(output.texts)
-            or (self._has_prompt_logprobs and not self._has_read_prompt)
+            or (not self._has_read_prompt and self._has_prompt_logprobs)
         )
 
     def read_nowait(self) -> Chunk:
