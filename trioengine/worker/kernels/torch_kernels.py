@@ -51,7 +51,8 @@ class TorchKernels:
         return TorchAttention(batch, cache, self._num_heads)
 
 
-_GATHER_BYTES = 3 << 20  # keys and values gathered at a time, so that they are still in the cache when they are read
+_CPU_GATHER_BYTES = 3 << 20  # keys and values gathered at a time, so that the caches still hold them when they are read
+_GPU_GATHER_BYTES = 128 << 20  # the same, so that few kernels are started
 _SCORES_BYTES = 1 << 20  # of a prefill: up to here, on the CPU, two products and a softmax beat torch's kernel
 
 
@@ -117,11 +118,12 @@ class TorchAttention:
 
     def _decode_groups(self, batch: ForwardBatch) -> list[_DecodeGroup]:
         groups = []
+        at_once = _CPU_GATHER_BYTES if self._device.type == "cpu" else _GPU_GATHER_BYTES
         bytes_per_block = self._kv_heads * self._block_size * self._head_dim * self._dtype.itemsize
         start = 0
         while start < batch.num_decodes:
             num_blocks = -(-int(batch.context_lens[start]) // self._block_size)
-            stop = min(batch.num_decodes, start + max(1, _GATHER_BYTES // (2 * num_blocks * bytes_per_block)))
+            stop = min(batch.num_decodes, start + max(1, at_once // (2 * num_blocks * bytes_per_block)))
             groups.append(self._decode_group(batch, start, stop, num_blocks))
             start = stop
         return groups
