@@ -162,6 +162,7 @@ def test_devices_and_dtypes():
         choose_device("cuda:99")
 
 
-def test_memory_that_cannot_be_had(tiny_llama, tmp_path):
-    with pytest.raises(ModelError, match=r"\d{17} bytes for the KV cache cannot be had on cpu: lower kv_cache_memory"):
-        load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=10**17)
+def test_memory_that_cannot_be_had(tiny_llama, tmp_path, device):
+    message = rf"\d{{17}} bytes for the KV cache cannot be had on {device}: lower kv_cache_memory"
+    with pytest.raises(ModelError, match=message):
+        load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=10**17, device=device)

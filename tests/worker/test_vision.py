@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from helpers.torch_driver import backend, load, reference
+from helpers.torch_driver import backend, load, needs_cuda, reference
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.image import ImageFormat, ImageInfo
@@ -145,6 +145,19 @@ def test_bfloat16_runs(tiny_smolvlm, directory, device, variant):
     assert features.dtype == torch.bfloat16
     wanted = expected_features(REFERENCE[variant]["one"])
     assert torch.nn.functional.cosine_similarity(features.flatten().float().cpu(), wanted, dim=0) > 0.999
+
+
+def test_a_gpu_computes_patches_in_float32(directory):
+    """Of the size of SmolVLM's; by default cuDNN may round them to TF32's 10 bits."""
+    needs_cuda()
+    load(directory, kv_cache_memory=8 << 20, device="cuda")
+    pixels, weight = torch.randn(4, 3, 512, 512).cuda(), torch.randn(768, 3, 16, 16).cuda()
+    found, exact = (
+        torch.nn.functional.conv2d(pixels.to(dtype), weight.to(dtype), stride=16)
+        for dtype in (torch.float32, torch.float64)
+    )
+    error = float((found - exact).abs().max() / exact.std())
+    assert error < 1e-5
 
 
 def test_a_model_of_texts_encodes_nothing(tiny_llama, tmp_path):

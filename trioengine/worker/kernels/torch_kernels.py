@@ -205,9 +205,9 @@ class TorchAttention:
         return self._products(heads, keys, values, group.mask).view(sequences, -1)
 
     def _decode_one(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """One call instead of three products, which makes a single stream faster."""
+        """One call instead of three products, which makes a single stream faster; some kernels return a transpose."""
         heads = query.reshape(1, self._kv_heads, self._group_size, self._head_dim)
-        return F.scaled_dot_product_attention(heads, keys[None], values[None]).view(1, -1)
+        return F.scaled_dot_product_attention(heads, keys[None], values[None]).reshape(1, -1)
 
     def _prefill(self, prefill: _Prefill, query: Tensor, key_value: Tensor, cache: Tensor) -> Tensor:
         """[num_new, num_kv_heads, group_size, head_dim], a view."""
