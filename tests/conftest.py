@@ -52,6 +52,16 @@ def smollm2() -> Path:
         pytest.skip(str(exc))
 
 
+@pytest.fixture(scope="session", params=["cpu", "cuda"])
+def device(request) -> str:
+    """The device that a model runs on; the test is skipped where there is none."""
+    if request.param == "cuda":
+        from helpers.torch_driver import needs_cuda  # imports torch, which few tests need
+
+        needs_cuda()
+    return request.param
+
+
 @pytest.fixture
 def descriptors():
     """A function that sets how many descriptors the process may have, until the test ends."""
