@@ -197,6 +197,26 @@ class GrowingCalls:
         return tuple(ToolCall(call.id, call.name, "".join(call.pieces)) for call in self._calls if call.is_whole)
 
 
+def checked_calls(calls: object, where: str) -> tuple[ToolCall, ...]:
+    """Return the `tool_calls` of a chat message, at this path. Raises RequestRejected."""
+    if isinstance(calls, str | bytes) or not isinstance(calls, Sequence):
+        raise rejected(where, f"must be a list of calls, got {brief(calls)}")
+    return tuple(_call(call, f"{where}[{index}]") for index, call in enumerate(calls))
+
+
+def _call(call: object, where: str) -> ToolCall:
+    id = call.get("id") if isinstance(call, Mapping) else None
+    function = call.get("function") if isinstance(call, Mapping) else None
+    given = function if isinstance(function, Mapping) else {}
+    name, arguments = given.get("name"), given.get("arguments")
+    if isinstance(arguments, Mapping) and _is_json(arguments):
+        arguments = json.dumps(arguments)
+    for path, value in (("id", id), ("function.name", name), ("function.arguments", arguments)):
+        if not isinstance(value, str):
+            raise rejected(f"{where}.{path}", f"must be a string, got {brief(value)}")
+    return ToolCall(str(id), str(name), str(arguments))
+
+
 NO_ANSWER: Mapping[str, Any] = {"content": ""}
 
 
