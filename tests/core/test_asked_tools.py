@@ -13,6 +13,7 @@ from trioengine.core.tools import (
     answer_fields,
     asked_tools,
     check_choice,
+    checked_calls,
 )
 from trioengine.core.types import ToolCall, ToolCallDelta
 
@@ -111,3 +112,26 @@ def test_the_fields_of_an_answer():
     entry = {"id": "c0", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     assert answer_fields("hi", ()) == {"content": "hi"}
     assert answer_fields("", [call]) == {"content": "", "tool_calls": [entry]}
+
+
+def test_calls_of_a_history():
+    call = ToolCall("c0", "clock", '{"at": 1}')
+    parsed = {"id": "c0", "function": {"name": "clock", "arguments": {"at": 1}}}
+    assert checked_calls([call.to_json(), parsed], "tool_calls") == (call, call)
+
+
+@pytest.mark.parametrize(
+    ("calls", "param"),
+    [
+        ("x", "tool_calls"),
+        (3, "tool_calls"),
+        ([3], "tool_calls[0].id"),
+        ([{"id": "c0"}], "tool_calls[0].function.name"),
+        ([{"id": "c0", "function": {"name": "f"}}], "tool_calls[0].function.arguments"),
+        ([{"id": "c0", "function": {"name": "f", "arguments": {"a": {1}}}}], "tool_calls[0].function.arguments"),
+    ],
+)
+def test_calls_of_a_history_that_are_refused(calls, param):
+    with pytest.raises(RequestRejected) as refused:
+        checked_calls(calls, "tool_calls")
+    assert refused.value.param == param and refused.value.message.startswith(f"{param} must be")

@@ -20,6 +20,7 @@ _INSTRUCTIONS = """You may call functions. These are their JSON schemas, one in 
 {tools}
 To call one, answer with its name and arguments as JSON, in this form:
 {example}"""
+_ORDER = ("type", "id", "function", "name", "arguments")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +80,24 @@ def with_shown_calls(message: Message, form: ToolForm, *, takes_tools: bool) -> 
 
 
 def _with_object(call: Any) -> Any:
-    """Return an entry of `tool_calls` with its arguments as an object, if they are the JSON of one."""
+    """Return an entry of `tool_calls` with its arguments as an object, if they are the JSON of one.
+
+    Its members have one order, whatever the caller's: templates may print it as a whole.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, Mapping) or "name" not in function or "arguments" not in function:
         return call
-    return {**call, "function": {**function, "arguments": _object_in(function["arguments"])}}
+    arguments = function["arguments"]
+    shown = {**function, "arguments": _object_in(arguments) if isinstance(arguments, str) else arguments}
+    return _in_order({"type": "function", **call, "function": _in_order(shown)})
+
+
+def _in_order(members: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: members[name] for name in sorted(members, key=_rank)}
+
+
+def _rank(name: str) -> int:
+    return _ORDER.index(name) if name in _ORDER else len(_ORDER)
 
 
 def _object_in(text: str) -> Any:
