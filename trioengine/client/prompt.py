@@ -45,6 +45,9 @@ def chat_messages(prompt: object, name: str, media: Sequence[Media] = ()) -> lis
     if images:
         content = messages[-1]["content"]
         messages[-1]["content"] = [*images, *([_text(content)] if isinstance(content, str) else content)]
+    for index, message in enumerate(messages):
+        if message["role"] == _TOOL and not isinstance(message["content"], str):
+            raise _invalid(f"{name}[{index}].content", "cannot be sent: the output of a call has no images")
     return messages
 
 
@@ -58,11 +61,15 @@ def _message(entry: object, name: str) -> Message:
             raise _invalid(f"{name}.{key!s:.40}", "cannot be sent: a message has role and content")
     message = {"role": role, "content": _content(content_of(name, entry), f"{name}.content")}
     if role == _TOOL:
-        if not isinstance(id := entry.get(more), str) or not id or not isinstance(message["content"], str):
-            raise _invalid(f"{name}.{more}", f"must be the id of a call, and the content a text, got {brief(id)}")
-        return {**message, more: id}
+        return {**message, more: _call_id(entry.get(more), f"{name}.{more}")}
     calls = checked_calls(entry[more], f"{name}.{more}") if entry.get(more) else ()
     return {**message, more: [call.to_json() for call in calls]} if calls else message
+
+
+def _call_id(id: object, name: str) -> str:
+    if not isinstance(id, str) or not id:
+        raise _invalid(name, f"must be the id of the call that has this output, got {brief(id)}")
+    return id
 
 
 def _content(content: object, name: str) -> str | list[dict[str, Any]]:

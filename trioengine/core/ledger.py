@@ -34,14 +34,13 @@ class Ledger:
         self.sessions = 0
         self.received = 0
         self.rejected = 0
-        self.finish_reasons = dict.fromkeys(FinishReason, 0)
+        self.finish_reasons = {reason: 0 for reason in FinishReason if reason is not FinishReason.TOOL_CALLS}
         self.abort_causes = dict.fromkeys(Cause, 0)
         self._states = dict.fromkeys(RequestState, 0)
 
     @property
     def finished(self) -> int:
-        reasons = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS)
-        return sum(self.finish_reasons[reason] for reason in reasons)
+        return self.finish_reasons[FinishReason.STOP] + self.finish_reasons[FinishReason.LENGTH]
 
     @property
     def aborted(self) -> int:
@@ -95,9 +94,12 @@ class Ledger:
         self._states[after] += 1
 
     def settle(self, state: RequestState, finish_reason: FinishReason, cause: Cause | None = None) -> None:
-        """Book the end of a request, which frees its slot; `cause` is set for an abort."""
+        """Book the end of a request, which frees its slot; `cause` is set for an abort.
+
+        An answer with calls is booked as its end was for the worker, and as a server's is, which finds calls itself.
+        """
         self._states[state] -= 1
-        self.finish_reasons[finish_reason] += 1
+        self.finish_reasons[FinishReason.STOP if finish_reason is FinishReason.TOOL_CALLS else finish_reason] += 1
         if cause is not None:
             self.abort_causes[cause] += 1
 
