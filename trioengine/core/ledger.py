@@ -34,7 +34,8 @@ class Ledger:
         self.sessions = 0
         self.received = 0
         self.rejected = 0
-        self.finish_reasons = {reason: 0 for reason in FinishReason if reason is not FinishReason.TOOL_CALLS}
+        self.finish_reasons = dict.fromkeys(FinishReason, 0)
+        del self.finish_reasons[FinishReason.TOOL_CALLS]  # booked as STOP
         self.abort_causes = dict.fromkeys(Cause, 0)
         self._states = dict.fromkeys(RequestState, 0)
 
