@@ -49,7 +49,7 @@ class Statistics:
     prefix_cache_hits: int  # tokens found
     encoder_cache_queries: int  # images looked up
     encoder_cache_hits: int  # images whose features were there
-    finish_reasons: Mapping[FinishReason, int] = field(repr=False)  # of all that are over; stop: also with tool calls
+    finish_reasons: Mapping[FinishReason, int] = field(repr=False)  # of all that finished, aborted or failed
     abort_causes: Mapping[Cause, int] = field(repr=False)  # of all that aborted
 
 

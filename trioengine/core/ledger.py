@@ -35,13 +35,13 @@ class Ledger:
         self.received = 0
         self.rejected = 0
         self.finish_reasons = dict.fromkeys(FinishReason, 0)
-        del self.finish_reasons[FinishReason.TOOL_CALLS]  # booked as STOP
         self.abort_causes = dict.fromkeys(Cause, 0)
         self._states = dict.fromkeys(RequestState, 0)
 
     @property
     def finished(self) -> int:
-        return self.finish_reasons[FinishReason.STOP] + self.finish_reasons[FinishReason.LENGTH]
+        reasons = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS)
+        return sum(self.finish_reasons[reason] for reason in reasons)
 
     @property
     def aborted(self) -> int:
@@ -95,12 +95,9 @@ class Ledger:
         self._states[after] += 1
 
     def settle(self, state: RequestState, finish_reason: FinishReason, cause: Cause | None = None) -> None:
-        """Book the end of a request, which frees its slot; `cause` is set for an abort.
-
-        An answer with calls is booked as its end was for the worker, and as a server's is, which finds calls itself.
-        """
+        """Book the end of a request, which frees its slot; `cause` is set for an abort."""
         self._states[state] -= 1
-        self.finish_reasons[FinishReason.STOP if finish_reason is FinishReason.TOOL_CALLS else finish_reason] += 1
+        self.finish_reasons[finish_reason] += 1
         if cause is not None:
             self.abort_causes[cause] += 1
 
