@@ -15,7 +15,12 @@ from trioengine import (
 BAD_PROMPTS = [
     ([None], "invalid_value", "prompt[0]"),
     ([1, 2], "invalid_value", "prompt[0]"),
-    ([{"role": "tool", "content": "x"}], "invalid_value", "prompt[0].role"),
+    ([{"role": "developer", "content": "x"}], "invalid_value", "prompt[0].role"),
+    ([{"role": "tool", "content": "x"}], "invalid_value", "prompt[0].tool_call_id"),
+    ([{"role": "tool", "content": "x", "tool_call_id": ""}], "invalid_value", "prompt[0].tool_call_id"),
+    ([{"role": "tool", "content": None, "tool_call_id": "c"}], "invalid_value", "prompt[0].content"),
+    ([{"role": "user", "content": "x", "tool_calls": []}], "invalid_value", "prompt[0].tool_calls"),
+    ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "invalid_value", "prompt[0].tool_calls[0].id"),
     ("x" * 9999, "context_length_exceeded", "prompt"),
     ("x" * (1 << 20), "too_large", "prompt"),
 ]

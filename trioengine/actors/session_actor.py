@@ -24,7 +24,7 @@ from trioengine.actors.gate import Gate
 from trioengine.actors.images import HeldPayloads, ImageStore, RequestImages, find_dropped
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
-from trioengine.actors.request import Request, error_of
+from trioengine.actors.request import Request
 from trioengine.aio.concurrency import NEVER, Deadline
 from trioengine.core.checks import check_history, check_label, check_wait
 from trioengine.core.errors import (
@@ -333,7 +333,7 @@ class SessionActor:
 
     def on_failed(self, message: RequestFailed) -> None:
         """REQUEST_FAILED."""
-        self._in_flight().set_outcome(Outcome(FinishReason.ERROR, error=error_of(message)))
+        self._in_flight().fail(message)
         self._finish()
 
     def _finish(self) -> None:

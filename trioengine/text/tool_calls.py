@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,6 +27,13 @@ class ToolForm:
     def text_of(self, name: str, arguments: object) -> str:
         """Return a call as the model writes it."""
         return f"{self.begin}{json.dumps({'name': name, self.arguments: arguments})}{self.end}"
+
+    def text_of_call(self, call: Any) -> str:
+        """Return an entry of `tool_calls` as the model writes it; an unknown one as its JSON, between the same tags."""
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str) and "arguments" in function:
+            return self.text_of(function["name"], function["arguments"])
+        return f"{self.begin}{json.dumps(call)}{self.end}"
 
     def grammar(self, tools: Sequence[dict[str, Any]], *, is_single: bool) -> Grammar:
         """Return the grammar of an answer that calls one of the tools, or several of them unless `is_single`.
