@@ -3,10 +3,11 @@
 import json
 
 import pytest
+import trio
 from helpers.realtime_tools import CLOCK, NAMED, ROOM, WEATHER, function
 from helpers.sides import GREEDY, assistant, user
 
-from trioengine import FinishReason, Grammar, RequestRejected, SamplingParams, ToolCall
+from trioengine import FinishReason, Grammar, RequestRejected, SamplingParams, TimedOut, ToolCall
 
 CALLING = SamplingParams(temperature=0, max_tokens=200)
 TOOLS = [function(WEATHER), function(CLOCK)]
@@ -109,6 +110,28 @@ async def test_leaving_within_a_call(autojump_clock, side, session, keeps):
     assert (completion.text, completion.tool_calls, completion.finish_reason) == ("", (), FinishReason.ABORT)
     assert session.history == []
     assert (await session.ask("hello", GREEDY)).text == side.answer([user("hello")])
+
+
+async def test_a_scope_cancelled_within_a_call(autojump_clock, side, session):
+    with trio.CancelScope() as scope:
+        async with session.generate("hello", CALLING, **FORCED) as generation:
+            async for chunk in generation:
+                if chunk.tool_calls and chunk.tool_calls[0].arguments:
+                    scope.cancel()
+    assert scope.cancelled_caught and generation.completion.tool_calls == ()
+    assert session.history == []
+    following = await session.ask("hello", CALLING, **FORCED, wait=True)
+    check_weather(following.tool_calls[0])
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+async def test_a_timeout_among_calls(autojump_clock, side, session, keeps):
+    options = {"tools": [CLOCK], "tool_choice": "required", "min_tokens": 190, "keep_partial": keeps}
+    with pytest.raises(TimedOut) as timed_out:
+        await session.ask("hello", CALLING, timeout=0.15, **options)
+    calls = timed_out.value.completion.tool_calls
+    called = {"role": "assistant", "content": "", "tool_calls": [call.to_json() for call in calls]}
+    assert calls and session.history == ([user("hello"), called] if keeps else [])
 
 
 async def test_leaving_after_a_call_keeps_it(autojump_clock, side, session):

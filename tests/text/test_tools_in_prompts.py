@@ -93,6 +93,15 @@ def test_an_answer_is_divided_while_it_arrives():
     assert answer.text == "I look."
 
 
+@pytest.mark.parametrize(("is_aborted", "text"), [(True, "I look."), (False, 'I look.\n<tool_call>{"na')])
+def test_the_beginning_of_a_call(is_aborted, text):
+    """It is text, unless the answer was aborted."""
+    answer = ToolAnswer(HERMES, "call_")
+    answer.take(['I look.\n<tool_call>{"na'])
+    answer.finish(is_aborted=is_aborted)
+    assert (answer.text, answer.calls.whole) == (text, ())
+
+
 def test_half_a_call_is_none():
     answer = ToolAnswer(HERMES, "call_")
     answer.take(['<tool_call>{"name": "clock", "arguments": {"a": '])

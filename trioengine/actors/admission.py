@@ -229,7 +229,7 @@ async def _prepared(entry: _Entry, prompt: Prompt, tools: Tools | None) -> Prepa
         limit = prompt_limit(entry.runtime.limits.max_model_len, entry.request.params.max_tokens)
     conversation = session.conversation
     prepare = partial(conversation.prepare, prompt, limit, session.retention_ratio, tools)
-    if conversation.work(prompt) > ports.thread_threshold:
+    if conversation.work(prompt, tools) > ports.thread_threshold:
         prepared: Prepared = await ports.run_in_thread(prepare)
         return prepared
     await trio.lowlevel.checkpoint()

@@ -262,7 +262,7 @@ class Request(ReadableRequest):
     def _divided(self, outcome: Outcome, answer: ToolAnswer, output: OutputText) -> tuple[Outcome, dict[str, Any]]:
         """Return the outcome of an answer that may have calls, and the fields of its message."""
         answer.take(output.texts)
-        answer.finish()
+        answer.finish(is_aborted=outcome.finish_reason is FinishReason.ABORT)
         calls = answer.calls.whole
         if calls and outcome.finish_reason is FinishReason.STOP:
             outcome = Outcome(FinishReason.TOOL_CALLS)

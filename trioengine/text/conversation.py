@@ -81,9 +81,10 @@ class Conversation:
         history: list[dict[str, Any]] = copied(self._messages)
         return history
 
-    def work(self, prompt: Prompt) -> int:
-        """Estimate the work of `prepare`, in characters and tokens of the committed turns and of the prompt."""
-        return _length(self._messages) + len(self._token_ids) + _length(prompt)
+    def work(self, prompt: Prompt, tools: Tools | None = None) -> int:
+        """Estimate the work of `prepare`, in characters and tokens of the committed turns, the prompt and the tools."""
+        shown = 0 if tools is None else sum(_measure([*tools.variable]))
+        return _length(self._messages) + len(self._token_ids) + _length(prompt) + shown
 
     def replace(self, history: Sequence[Message]) -> None:
         """Replace the whole conversation. Raises RequestRejected for bad messages, and then changes nothing."""

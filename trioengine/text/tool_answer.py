@@ -24,9 +24,10 @@ class ToolAnswer:
         self._num_taken = len(pieces)
         self._add(self._parser.feed("".join(new)))
 
-    def finish(self) -> None:
-        """Take the part that was not decided, as nothing follows."""
-        self._add(self._parser.finish())
+    def finish(self, *, is_aborted: bool = False) -> None:
+        """Take the part that was not decided, as nothing follows; not the beginning of a call that was aborted."""
+        if not (is_aborted and self._parser.is_before_arguments):
+            self._add(self._parser.finish())
         if not self._parser.is_cut:
             self.calls.complete()
 

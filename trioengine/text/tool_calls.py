@@ -142,6 +142,11 @@ class ToolCallParser:
         """Whether the answer has ended within the arguments of a call."""
         return self._state is _State.ARGUMENTS
 
+    @property
+    def is_before_arguments(self) -> bool:
+        """Whether the answer has come into a call, and not to its arguments."""
+        return self._state in (_State.HEAD, _State.WHOLE)
+
     def _take_parts(self) -> list[Part]:
         parts, self._parts = self._parts, []
         return parts
