@@ -222,7 +222,6 @@ class Tally:
             **{
                 ("request_success_total", f'finished_reason="{name.value}"'): self.finished[name]
                 for name in FinishReason
-                if name is not FinishReason.TOOL_CALLS  # of programs alone: the server divides answers itself
             },
             **{("requests_aborted_total", f'cause="{cause.value}"'): self.causes[cause] for cause in Cause},
             ("request_prompt_tokens_sum", ""): self.prompt_tokens,
