@@ -71,7 +71,7 @@ async def test_every_name_is_there_from_the_beginning(autojump_clock, clients):
     states = ("trioengine_engine_sleep_state", "trioengine_weight_version")
     assert not any(sample.value for sample in said.samples if sample.name not in states)
     labels = {sample.labels["finished_reason"] for sample in said.samples if "finished_reason" in sample.labels}
-    assert labels == {reason.value for reason in FinishReason} - {"tool_calls"}
+    assert labels == {reason.value for reason in FinishReason}
     labels = {sample.labels["cause"] for sample in said.samples if "cause" in sample.labels}
     assert labels == {cause.value for cause in Cause}
 

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from trioengine.actors.engine import Engine
 from trioengine.actors.observer import FinishedRequest, Observer
 from trioengine.actors.statistics import Statistics
-from trioengine.core.types import FinishReason, Usage
+from trioengine.core.types import Usage
 from trioengine.serve.body import DisconnectCounter
 from trioengine.serve.limits import ByteBudget
 
@@ -40,12 +40,6 @@ class CountBy(NamedTuple):
     help: str
     label: str
     read: Callable[[Statistics], Mapping[str, int]]
-
-
-def _by_end(counts: Mapping[FinishReason, int]) -> dict[str, int]:
-    """Return the counts as the worker sees them: answers with calls stop, as the server's own, which it divides."""
-    shown = {reason.value: count for reason, count in counts.items() if reason is not FinishReason.TOOL_CALLS}
-    return {**shown, "stop": counts[FinishReason.STOP] + counts[FinishReason.TOOL_CALLS]}
 
 
 def _kv_cache_usage(statistics: Statistics) -> float:
@@ -94,7 +88,7 @@ COUNTERS_BY: Mapping[str, CountBy] = {
     "request_success": CountBy(
         "Requests that are over, by how they ended",
         "finished_reason",
-        lambda counts: _by_end(counts.finish_reasons),
+        lambda counts: {reason.value: count for reason, count in counts.finish_reasons.items()},
     ),
     "requests_aborted": CountBy(
         "Requests that were aborted, by the cause",
