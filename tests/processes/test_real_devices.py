@@ -26,7 +26,7 @@ KINDS = {
     "greedy": SamplingParams(max_tokens=40, temperature=0, ignore_eos=True),
     "seeded": SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, top_k=50, seed=3, ignore_eos=True),
     "penalties": SamplingParams(
-        max_tokens=40, temperature=0, repetition_penalty=1.3, presence_penalty=0.5, min_tokens=9
+        max_tokens=40, min_tokens=9, temperature=0, repetition_penalty=1.3, presence_penalty=0.5
     ),
     "schema": SamplingParams(max_tokens=200, temperature=0.7, seed=5, grammar=Grammar.json_schema(SCHEMA)),
 }

@@ -148,16 +148,17 @@ def test_bfloat16_runs(tiny_smolvlm, directory, device, variant):
 
 
 def test_a_gpu_computes_patches_in_float32(directory):
-    """Of the size of SmolVLM's; by default cuDNN may round them to TF32's 10 bits."""
+    """Of the size of SmolVLM-Instruct's, for which cuDNN takes TF32 by default, with errors of 1.5e-3."""
     needs_cuda()
     load(directory, kv_cache_memory=8 << 20, device="cuda")
-    pixels, weight = torch.randn(4, 3, 512, 512).cuda(), torch.randn(768, 3, 16, 16).cuda()
+    random = torch.Generator().manual_seed(0)
+    pixels, weight = (torch.randn(shape, generator=random).cuda() for shape in ((4, 3, 364, 364), (1152, 3, 14, 14)))
     found, exact = (
-        torch.nn.functional.conv2d(pixels.to(dtype), weight.to(dtype), stride=16)
+        torch.nn.functional.conv2d(pixels.to(dtype), weight.to(dtype), stride=14)
         for dtype in (torch.float32, torch.float64)
     )
     error = float((found - exact).abs().max() / exact.std())
-    assert error < 1e-5
+    assert error < 5e-5
 
 
 def test_a_model_of_texts_encodes_nothing(tiny_llama, tmp_path):
