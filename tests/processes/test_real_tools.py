@@ -7,7 +7,7 @@ import trio
 
 from trioengine import EngineConfig, FinishReason, blocking, connect
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.server import serve
+from trioengine.serve.startup import serve
 
 PATIENCE = 300  # seconds; a guard against hanging
 WEATHER = {

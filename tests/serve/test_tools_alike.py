@@ -30,7 +30,7 @@ async def clients(request, autojump_clock):
 @pytest.mark.parametrize(
     "options", [{}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}]
 )
-async def test_the_same_prompt_and_answer(clients, options):
+async def test_the_same_prompt_and_answer(autojump_clock, clients, options):
     completion = await clients.engine.generate(MESSAGES, PARAMS, **options)
     answer = (await clients.chat(messages=MESSAGES, **FIELDS, **options)).json
     (choice,) = answer["choices"]
@@ -41,7 +41,7 @@ async def test_the_same_prompt_and_answer(clients, options):
     assert [call.to_json()["function"] for call in completion.tool_calls] == calls
 
 
-async def test_text_and_a_call(clients):
+async def test_text_and_a_call(autojump_clock, clients):
     """By a grammar in place of a model that wants it; the next prompt is that of the history."""
     params = SamplingParams(temperature=0, max_tokens=200, grammar=Grammar.lark(CALLING))
     async with clients.engine.open_session() as session:
@@ -58,13 +58,13 @@ async def test_text_and_a_call(clients):
     assert following.usage.cached_tokens > 0
 
 
-async def test_a_stop_string_within_a_call_cuts_it(clients):
+async def test_a_stop_string_within_a_call_cuts_it(autojump_clock, clients):
     options = {"tools": TOOLS[:1], "tool_choice": "required"}
     completion = await clients.engine.generate("hello", PARAMS, stop='"days', **options)
     assert (completion.tool_calls, completion.finish_reason) == ((), "stop")
 
 
-async def test_a_call_that_goes_on_after_a_loss(clients):
+async def test_a_call_that_goes_on_after_a_loss(autojump_clock, clients):
     """The parts that the reader has are not repeated."""
     options = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
     whole = await clients.engine.generate("hello", PARAMS, **options)
