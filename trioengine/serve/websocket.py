@@ -40,7 +40,7 @@ class AcceptedWebSocket(WebSocketConnection):
         held: Held,
         lingering: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._lingering = lingering
+        self.lingering = lingering
         self.max_message_size = max_message_size  # bytes; called for each message, as it grows once the model is known
         self._protocol = WebSocketProtocol(max_message_size, held)
         super().__init__(
@@ -78,7 +78,7 @@ class AcceptedWebSocket(WebSocketConnection):
 
     async def aclose(self, code: int = 1000, reason: str | None = None) -> None:
         """Send a close, and wait for the client's. Raises Displaced if the connection has to make room meanwhile."""
-        with self._lingering():
+        with self.lingering():
             await super().aclose(code, reason)
 
     async def _handle_message_event(self, event: TextMessage | BytesMessage) -> None:
