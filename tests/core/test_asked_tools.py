@@ -54,6 +54,7 @@ REFUSED = [
     ({"tools": [{"name": "a", "description": 3}]}, "tools[0].description", "must be a string, got 3"),
     ({"tools": [{"name": "a", "parameters": 3}]}, "tools[0].parameters", "must be a JSON schema"),
     ({"tools": [{"name": "a", "parameters": {"a": {1}}}]}, "tools[0].parameters", "must be a JSON schema"),
+    ({"tools": [{"name": "a", "parameters": {"a": float("nan")}}]}, "tools[0].parameters", "must be a JSON schema"),
     ({"choice": "some"}, "tool_choice", "must be one of auto, none, required, or a function"),
     ({"choice": {"type": "tool"}}, "tool_choice", "must be one of"),
     ({"choice": {"name": 3}}, "tool_choice.name", "must name one of the tools, got 3"),

@@ -134,7 +134,7 @@ def _unwrapped(value: object, where: str, rule: str = "must be a function") -> t
 
 def _is_json(value: object) -> bool:
     try:
-        json.dumps(value)
+        json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         return False
     return True
