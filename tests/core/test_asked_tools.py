@@ -1,5 +1,7 @@
 """The tools of a request: two shapes, the choice, refusals; and calls that grow."""
 
+import json
+
 import pytest
 
 from trioengine.core.errors import RequestRejected
@@ -19,6 +21,7 @@ from trioengine.core.types import ToolCall, ToolCallDelta
 
 PLAIN = SamplingParams()
 SCHEMA = {"type": "object"}
+DEEP = {"type": "object", "default": json.loads("[" * 60 + "]" * 60)}
 WEATHER = {"name": "weather", "description": "The weather.", "parameters": SCHEMA}
 CLOCK = {"name": "clock"}
 CHAT = [{"type": "function", "function": WEATHER}, {"type": "function", "function": CLOCK}]
@@ -54,6 +57,7 @@ REFUSED = [
     ({"tools": [{"name": "a", "description": 3}]}, "tools[0].description", "must be a string, got 3"),
     ({"tools": [{"name": "a", "parameters": 3}]}, "tools[0].parameters", "must be a JSON schema"),
     ({"tools": [{"name": "a", "parameters": {"a": {1}}}]}, "tools[0].parameters", "must be a JSON schema"),
+    ({"tools": [{"name": "a", "parameters": DEEP}]}, "tools[0].parameters", "must be a JSON schema"),
     ({"tools": [{"name": "a", "parameters": {"a": float("nan")}}]}, "tools[0].parameters", "must be a JSON schema"),
     ({"choice": "some"}, "tool_choice", "must be one of auto, none, required, or a function"),
     ({"choice": {"type": "tool"}}, "tool_choice", "must be one of"),

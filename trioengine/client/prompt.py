@@ -22,6 +22,7 @@ from trioengine.core.wording import brief
 Message: TypeAlias = dict[str, Any]  # role and content, a text, or a list of parts with images; tools' calls, or an id
 
 MAX_EVENT = 1 << 20  # bytes that the server takes
+MAX_TOOLS = MAX_EVENT - (1 << 15)  # bytes of tools, beside the other fields of a response
 MAX_IMAGE_EVENT = 32 << 20  # where its model takes images
 _TRUNCATION: Mapping[Overflow, str] = {"refuse": "disabled", "drop_oldest_turns": "auto"}
 _TOOL = "tool"
@@ -155,6 +156,14 @@ def check_sizes(events: Iterable[str], *, takes_images: bool) -> None:
     if not takes_images and any(len(text) > MAX_EVENT for text in events):
         message = f"prompt: the server's model takes no images; {VISION_MODEL} does"
         raise RequestRejected("images_not_supported", message, param="prompt")
+
+
+def check_tools_size(fields: Mapping[str, Any]) -> None:
+    """Raise RequestRejected for tools that make the event of a response larger than the server takes."""
+    size = len(json.dumps(fields.get("tools", ())))
+    if size > MAX_TOOLS:
+        message = f"tools: {size} bytes of JSON are too large, the limit is {MAX_TOOLS}"
+        raise RequestRejected("too_large", message, param="tools")
 
 
 def rendered(name: str, event_id: str, fields: Mapping[str, Any], limit: int = MAX_EVENT) -> str:

@@ -19,7 +19,15 @@ from trioengine.client.connection import Connection, Connections
 from trioengine.client.conversation import Conversation, Prepared
 from trioengine.client.generation import Generation, RequestProxy, Requests
 from trioengine.client.problems import error_of
-from trioengine.client.prompt import Media, Message, chat_messages, check_sizes, is_long, response_fields
+from trioengine.client.prompt import (
+    Media,
+    Message,
+    chat_messages,
+    check_sizes,
+    check_tools_size,
+    is_long,
+    response_fields,
+)
 from trioengine.core.checks import PromptPlaces, check_history, check_label, check_wait
 from trioengine.core.errors import EngineError, Outcome, SessionBusy, SessionEnded, TimedOut
 from trioengine.core.sampling_params import (
@@ -286,6 +294,7 @@ class SessionProxy:
         messages, prepared = await self._prepared(prompt, media)
         del prompt, media  # this frame lives as long as the request waits for its turn
         fields = response_fields(request.params, self._overflow, request.tools)
+        check_tools_size(fields)
         self._check_open()
         check_sizes(prepared.events.values(), takes_images=self.connection.takes_images)
         request.register()

@@ -17,6 +17,7 @@ ToolChoice: TypeAlias = Literal["auto", "none", "required"] | Mapping[str, Any]
 
 MAX_TOOLS = 128
 NAME_PATTERN = "^[A-Za-z0-9_.-]{1,64}(?!\\n)$"
+_MAX_DEPTH = 56  # of a schema, which stands within an event: servers take events up to a depth of 64
 _NAME = re.compile(NAME_PATTERN)
 _NAMES = ("auto", "none", "required")
 
@@ -137,7 +138,14 @@ def _is_json(value: object) -> bool:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         return False
-    return True
+    return not _is_deeper(value, _MAX_DEPTH)
+
+
+def _is_deeper(value: object, depth: int) -> bool:
+    """Whether arrays and objects are nested deeper than this."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, list | tuple) and (depth == 0 or any(_is_deeper(each, depth - 1) for each in value))
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------------
