@@ -127,11 +127,13 @@ async def test_long_events_are_sent_from_their_beginning(autojump_clock, clients
 
 async def test_the_window_passes(autojump_clock, clients):
     """The answer goes on until then, and ends as one of a client that disconnects."""
+    observers = list(clients.engine.observers)
     client = await cut(clients, seconds=2)
     await trio.sleep(1.9)
     assert clients.engine.statistics().running == 1
     await trio.sleep(0.2)
     assert await is_over(clients, client)
+    assert clients.engine.observers == observers
     counts = await scrape(clients)
     assert counts.by_label("requests_aborted_total") == {"disconnect": 1}
     assert counts.value("client_disconnected_total") == 1

@@ -207,11 +207,10 @@ class Request(ReadableRequest):
             images=image_inputs(self.images, params.cache_salt, mint) if self.images else (),
         )
 
-    def receive_prompt(self, row: TokensRow) -> bool:
-        """Take a row's logprobs of the prompt, unless there is an outcome. Returns whether the row has an answer."""
-        if row.prompt_logprobs is not None and self.outcome is None:
-            self._prompt_logprobs.extend(row.prompt_logprobs)
-        return len(row.token_ids) > 0 or row.finish_reason is not None
+    def receive_prompt(self, logprobs: Sequence[Logprobs]) -> None:
+        """Take logprobs of the next tokens of the prompt, unless there is an outcome."""
+        if self.outcome is None:
+            self._prompt_logprobs.extend(logprobs)
 
     def receive(self, row: TokensRow, now: float) -> Outcome | None:
         """Take a row's tokens into the answer. Returns the outcome if the row ends it, or completes a stop string."""

@@ -44,8 +44,7 @@ class RealtimeEndpoint:
         unknown_fields: UnknownFields,
         tool_form: ToolForm | None,
     ) -> None:
-        self.sessions = ResumableSessions()
-        engine.observers.append(self.sessions)
+        self.sessions = ResumableSessions(engine.observers)
         self._engine = engine
         self._model = model
         self._config = config
