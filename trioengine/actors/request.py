@@ -207,10 +207,11 @@ class Request(ReadableRequest):
             images=image_inputs(self.images, params.cache_salt, mint) if self.images else (),
         )
 
-    def receive_prompt(self, logprobs: Sequence[Logprobs]) -> None:
-        """Take logprobs of the next tokens of the prompt, unless there is an outcome."""
+    def receive_prompt(self, row: TokensRow, logprobs: Sequence[Logprobs]) -> bool:
+        """Take a row's logprobs of the prompt, unless there is an outcome. Returns whether the row has an answer."""
         if self.outcome is None:
             self._prompt_logprobs.extend(logprobs)
+        return len(row.token_ids) > 0 or row.finish_reason is not None
 
     def receive(self, row: TokensRow, now: float) -> Outcome | None:
         """Take a row's tokens into the answer. Returns the outcome if the row ends it, or completes a stop string."""

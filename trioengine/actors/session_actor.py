@@ -312,10 +312,8 @@ class SessionActor:
         """A row of a step, received at `now`."""
         self._attachment.receive(row.token_ids)
         request = self._in_flight()
-        if row.prompt_logprobs is not None:
-            request.receive_prompt(row.prompt_logprobs)
-            if not row.token_ids and row.finish_reason is None:
-                return  # the answer has not begun
+        if row.prompt_logprobs is not None and not request.receive_prompt(row, row.prompt_logprobs):
+            return  # the answer has not begun
         if request.state is not RequestState.RUNNING:  # the first row of this attachment's answer
             self._begin_answer(request, row)
         if request.outcome is None:
