@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from trioengine.core.checks import check_flag, rejected
+from trioengine.core.checks import check_flag, check_json, check_unicode, rejected
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import ToolCall, ToolCallDelta
 from trioengine.core.wording import brief
@@ -111,6 +111,8 @@ def _function(tool: object, where: str) -> ToolFunction:
         raise rejected(f"{place}.description", f"must be a string, got {brief(description)}")
     if not (parameters is None or (isinstance(parameters, Mapping) and _is_json(parameters))):
         raise rejected(f"{place}.parameters", f"must be a JSON schema of an object, got {brief(parameters)}")
+    check_json(description, f"{place}.description")
+    check_json(parameters, f"{place}.parameters")
     return ToolFunction(name, description, parameters)
 
 
@@ -222,6 +224,7 @@ def _call(call: object, where: str) -> ToolCall:
     for path, value in (("id", id), ("function.name", name), ("function.arguments", arguments)):
         if not isinstance(value, str):
             raise rejected(f"{where}.{path}", f"must be a string, got {brief(value)}")
+        check_unicode(value, f"{where}.{path}")
     return ToolCall(str(id), str(name), str(arguments))
 
 

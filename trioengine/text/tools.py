@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from trioengine.core.checks import check_json
 from trioengine.core.errors import RequestRejected
 from trioengine.core.grammar import Grammar
 from trioengine.core.tools import AskedTools, ToolFunction
-from trioengine.text.messages import Message, check_json, text_part
+from trioengine.text.messages import Message, text_part
 from trioengine.text.tool_calls import ToolForm
 
 _INSTRUCTIONS = """You may call functions. These are their JSON schemas, one in a line:
