@@ -26,8 +26,7 @@ class ToolAnswer:
 
     def finish(self, *, is_aborted: bool = False) -> None:
         """Take the part that was not decided, as nothing follows; not the beginning of a call that was aborted."""
-        if not (is_aborted and self._parser.is_before_arguments):
-            self._add(self._parser.finish())
+        self._add(self._parser.finish(is_aborted=is_aborted))
         if not self._parser.is_cut:
             self.calls.complete()
 

@@ -125,9 +125,11 @@ class ToolCallParser:
             pass
         return self._take_parts()
 
-    def finish(self) -> list[Part]:
-        """Return the rest, at the end of the answer."""
+    def finish(self, *, is_aborted: bool = False) -> list[Part]:
+        """Return the rest, at the end of the answer; not the beginning of a call that was aborted."""
         rest, self._buffer = self._buffer, ""
+        if is_aborted and self._state in (_State.HEAD, _State.WHOLE):
+            return self._take_parts()
         inside = rest[: len(rest) - overlap(rest, self._end)]  # without an end tag that is cut
         if self._state in (_State.HEAD, _State.WHOLE):
             self._give_whole(inside, self._space + self._begin + rest)
@@ -141,11 +143,6 @@ class ToolCallParser:
     def is_cut(self) -> bool:
         """Whether the answer has ended within the arguments of a call."""
         return self._state is _State.ARGUMENTS
-
-    @property
-    def is_before_arguments(self) -> bool:
-        """Whether the answer has come into a call, and not to its arguments."""
-        return self._state in (_State.HEAD, _State.WHOLE)
 
     def _take_parts(self) -> list[Part]:
         parts, self._parts = self._parts, []
