@@ -11,6 +11,7 @@ from trioengine.core.tools import (
     CHAT_PATHS,
     AskedTools,
     GrowingCalls,
+    JsonObject,
     ToolFunction,
     answer_fields,
     asked_tools,
@@ -97,7 +98,6 @@ def test_a_choice_without_a_name_is_good():
 
 def test_calls_grow_and_are_read_once():
     calls = GrowingCalls()
-    calls.complete()  # there is none
     assert not calls.has_unread and calls.read() == calls.whole == () and len(calls) == 0
     calls.begin("c0", "clock")
     assert calls.has_unread
@@ -111,10 +111,19 @@ def test_calls_grow_and_are_read_once():
     assert calls.read() == ()
     assert calls.whole == (ToolCall("c0", "clock", "{}"),)
     calls.grow(": 1}")
-    calls.complete()
     assert calls.read() == (ToolCallDelta(1, "c1", "weather", ": 1}"),)
     assert calls.whole[1] == ToolCall("c1", "weather", '{"a": 1}')
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("text", ["{}", '{"a": {"b": ["}"]}}', r'{"a": "\"}\\"}', '{"a": [{}, {"}{": "["}]}'])
+def test_the_end_of_an_object(text):
+    """It is found in a text that goes on behind it, and not before all pieces of the object are there."""
+    assert JsonObject().take(text + "}, ") == len(text)
+    value = JsonObject()
+    for character in text:
+        assert not value.is_complete and value.take(character) == 1
+    assert value.is_complete and value.take("}") == 0
 
 
 def test_the_fields_of_an_answer():

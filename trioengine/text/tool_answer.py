@@ -27,8 +27,6 @@ class ToolAnswer:
     def finish(self, *, is_aborted: bool = False) -> None:
         """Take the part that was not decided, as nothing follows; not the beginning of a call that was aborted."""
         self._add(self._parser.finish(is_aborted=is_aborted))
-        if not self._parser.is_cut:
-            self.calls.complete()
 
     @property
     def text(self) -> str:
