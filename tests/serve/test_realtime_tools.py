@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import trio
 from helpers.clients import open_clients
 from helpers.realtime_texts import reference, user
 from helpers.realtime_tools import (
@@ -252,20 +251,6 @@ async def test_a_response_cancelled_in_a_call(autojump_clock, clients):
         assert kinds(client.events[start:])[-4:] == CALLED[-4:]
         following = await client.respond(temperature=0, max_output_tokens=40)
         assert following["output"][0]["content"][0]["text"] == reference(clients, [user("hello")])
-
-
-@pytest.mark.parametrize("delay", range(1, 7))
-async def test_a_response_cancelled_before_the_arguments_of_a_call(autojump_clock, clients, delay):
-    """The beginning of the call is left out: it is no text."""
-    async with clients.realtime() as client:
-        await client.say("hello")
-        await client.send("response.create", response={**FORCED, "tools": [WEATHER, CLOCK], "tool_choice": "required"})
-        await client.until("response.created")
-        await trio.sleep(delay * 0.005)  # half a step each
-        await client.send("response.cancel")
-        response = (await client.until("response.done"))["response"]
-        assert response["status"] == "cancelled"
-        assert not any(part["text"] for item in response["output"] for part in item.get("content", ()))
 
 
 async def test_a_call_cut_by_the_number_of_tokens(autojump_clock, clients):
