@@ -82,7 +82,9 @@ class Served:
 
 def test_a_signal_before_the_server_has_started():
     """The worker is there, and the modules of the server are being imported."""
-    ended = subprocess.run([sys.executable, "-c", SIGNALLED + SERVER], capture_output=True, timeout=PATIENCE, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", SIGNALLED + SERVER], capture_output=True, timeout=PATIENCE, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     messages = [json.loads(line)["message"] for line in ended.stderr.splitlines()]
     assert messages[-2:] == ["SIGTERM: ending before the start is done", "stopped"]

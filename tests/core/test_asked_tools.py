@@ -62,7 +62,11 @@ REFUSED = [
     ({"tools": [{"name": "a", "parameters": DEEP}]}, "tools[0].parameters", "must be a JSON schema"),
     ({"tools": [{"name": "a", "parameters": {"a": float("nan")}}]}, "tools[0].parameters", "must be a JSON schema"),
     ({"tools": [{"name": "a", "description": HALF}]}, "tools[0].description", HALVES),
-    ({"tools": [{"function": {"name": "a", "parameters": {"a": [HALF]}}}]}, "tools[0].function.parameters.a[0]", HALVES),
+    (
+        {"tools": [{"function": {"name": "a", "parameters": {"a": [HALF]}}}]},
+        "tools[0].function.parameters.a[0]",
+        HALVES,
+    ),
     ({"tools": [{"name": "a", "parameters": {"a": {HALF: 1}}}]}, "tools[0].parameters.a", HALVES),
     ({"tools": [{"name": "a", "parameters": {1: 1}}]}, "tools[0].parameters", "has a key that is not a string: 1"),
     ({"choice": "some"}, "tool_choice", "must be one of auto, none, required, or a function"),
