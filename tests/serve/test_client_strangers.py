@@ -278,6 +278,24 @@ async def test_unknown_events_are_ignored(autojump_clock, scripted):
             assert (session.id, session.history) == ("sess_1", [])
 
 
+async def test_a_message_that_the_server_cannot_read_ends_the_session(autojump_clock, scripted):
+    """It may be the one that asked for the answer, and its id was not read either."""
+    client, server = scripted
+
+    async def talk():
+        await server.begin()
+        await wait_all_tasks_blocked()
+        problem = {"type": "invalid_request_error", "code": "invalid_event", "message": "y", "event_id": None}
+        await server.tell("error", error=problem)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(talk)
+        async with client.open_session() as session:
+            for _ in range(2):
+                with pytest.raises(ConnectionLost, match=r"^the server cannot read a message: y$"):
+                    await session.ask("hello")
+
+
 @pytest.mark.parametrize(("arguments", "is_whole"), [('{"at": {"a": "}"}}', True), ('{"at": {"a": "}"}', False)])
 async def test_leaving_at_the_end_of_a_call_keeps_it(autojump_clock, scripted, arguments, is_whole):
     """The server has sent all of its arguments, and not that the item is done."""
