@@ -53,7 +53,7 @@ class IntegerWeight:
 
 def join_integers(parts: Iterable[IntegerWeight | None]) -> IntegerWeight | None:
     """The rows of all parts; None where one of them has no such form, or their forms differ."""
-    present = []
+    present: list[IntegerWeight] = []
     for part in parts:
         if part is None or (present and _form(part) != _form(present[0])):
             return None
