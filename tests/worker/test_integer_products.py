@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 import torch
 from helpers.torch_driver import load, needs_compiler
-from test_batch_invariance import check, check_preemption
+from test_batch_invariance import check, check_preemption, one_thread  # noqa: F401
 
+from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.worker.kernels.linear import GROUP
 from trioengine.worker.kernels.products import IntegerProducts, can_multiply, join_integers, to_integers
+from trioengine.worker.kernels.torch_kernels import TorchKernels
+from trioengine.worker.runner.model_weights import _choose_linears
 from trioengine.worker.weights.files import read_integers
 
 KINDS = ["Q4_0", "Q4_1", "Q8_0"]
@@ -129,10 +132,31 @@ def test_torch_kernels_are_refused(smollm2):
         load(smollm2, quantization="gguf", kernels="torch")
 
 
-@pytest.mark.parametrize("quantization", ["gguf", "int8"])
-def test_smollm2_has_the_same_bits_in_any_batch(smollm2, quantization):
-    runner = load(smollm2, "bfloat16", kv_cache_memory=128 << 20, quantization=quantization)
+def test_smollm2_has_the_same_bits_in_any_batch(smollm2, one_thread):
+    runner = load(smollm2, "bfloat16", kv_cache_memory=128 << 20, quantization="gguf")
     rng = random.Random(0)
-    prompts = [[rng.randrange(100, 49_000) for _ in range(size)] for size in (40, 38, 37, 20)]
-    check(runner, prompts, [9, 7, 8, 9], chunks=(7, 50))
-    check_preemption(runner, prompts, [29, 28, 27, 20])
+    prompts = [[rng.randrange(100, 49_000) for _ in range(size)] for size in (40, 38, 20)]
+    check(runner, prompts, [9, 7, 8], chunks=(13,))
+    check_preemption(runner, prompts, [12, 20, 14])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_of_eight_bits_have_the_same_bits_in_any_batch(tiny_llama, tmp_path, one_thread, dtype):
+    """A model with biases that is not stored as integers, of which the head has no whole panels."""
+    path = tiny_llama.write(tmp_path / "bias", "bias", hidden_size=96, intermediate_size=2048)
+    runner = load(path, dtype, quantization="int8")
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 200) for _ in range(size)] for size in (90, 17, 1, 2, 40, 33, 16, 40, 17)]
+    lengths = [29, 30, 18, 19, 25, 17, 26, 24, 20]
+    check(runner, prompts, lengths)
+    check_preemption(runner, prompts, lengths)
+
+
+def test_auto_and_none_make_no_integer_products():
+    for quantization in ("auto", "none"):
+        assert choose_linears(quantization).products is None
+    assert choose_linears("none").takes_four_bit is False
+
+
+def choose_linears(quantization):
+    return _choose_linears(WorkerConfig("m.gguf", quantization=quantization), torch.bfloat16, TorchKernels(9))
