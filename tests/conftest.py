@@ -23,6 +23,7 @@ def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
 
 
+@pytest.hookimpl(trylast=True)  # after pytest-trio has marked the tests
 def pytest_collection_modifyitems(config, items):
     """Leave the tests marked `slow` out, unless --slow asks for them; check that the others have their clock."""
     for item in items:
@@ -49,6 +50,16 @@ def smollm2() -> Path:
         if os.environ.get("CI") == "true":
             raise
         pytest.skip(str(exc))
+
+
+@pytest.fixture(scope="session", params=["cpu", "cuda"])
+def device(request) -> str:
+    """The device that a model runs on; the test is skipped where there is none."""
+    if request.param == "cuda":
+        from helpers.torch_driver import needs_cuda  # imports torch, which few tests need
+
+        needs_cuda()
+    return request.param
 
 
 @pytest.fixture

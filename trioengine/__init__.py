@@ -53,6 +53,8 @@ _HOMES = {
     "Client": "trioengine.client.client",
     "connect": "trioengine.client.client",
     "Chunk": "trioengine.core.types",
+    "ToolCall": "trioengine.core.types",
+    "ToolCallDelta": "trioengine.core.types",
     "Completion": "trioengine.core.types",
     "EngineConfig": "trioengine.core.config",
     "ConnectionLost": "trioengine.core.errors",

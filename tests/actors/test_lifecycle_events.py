@@ -63,7 +63,7 @@ async def watched(autojump_clock):
         await everything_is_given_back(engine, simulation)
 
 
-async def test_a_request_from_its_creation_to_its_finish(watched):
+async def test_a_request_from_its_creation_to_its_finish(autojump_clock, watched):
     engine, events = watched
     async with engine.open_session() as session:
         await session.ask("a", max_tokens=1)
@@ -83,7 +83,7 @@ async def test_a_request_from_its_creation_to_its_finish(watched):
     ]
 
 
-async def test_a_request_is_refused_and_another_waits_in_line(watched):
+async def test_a_request_is_refused_and_another_waits_in_line(autojump_clock, watched):
     engine, events = watched
     async with engine.open_session() as first, engine.open_session() as second:
         async with first.generate("a", max_tokens=40) as running:
@@ -98,7 +98,7 @@ async def test_a_request_is_refused_and_another_waits_in_line(watched):
             assert line == [("joined",), ("serving",), ("taken", "request"), ("served", True)]
 
 
-async def test_a_refused_prompt_and_a_sleep(watched):
+async def test_a_refused_prompt_and_a_sleep(autojump_clock, watched):
     engine, events = watched
     async with engine.open_session() as session:
         with pytest.raises(RequestRejected):

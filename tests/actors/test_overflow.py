@@ -46,7 +46,7 @@ def dropping(engine, history=(SYSTEM,)):
     return engine.open_session(overflow="drop_oldest_turns", history=history)
 
 
-async def test_by_default_it_is_refused(simulated):
+async def test_by_default_it_is_refused(autojump_clock, simulated):
     engine, _ = simulated
     async with engine.open_session() as session:
         with pytest.raises(RequestRejected) as refused:
@@ -61,7 +61,7 @@ async def test_by_default_it_is_refused(simulated):
         assert session.history == history
 
 
-async def test_the_oldest_turns_are_dropped_and_leave_the_history(simulated):
+async def test_the_oldest_turns_are_dropped_and_leave_the_history(autojump_clock, simulated):
     """Every prompt is the longest that leaves room for its answer; the worker is sent the part that it lacks."""
     engine, simulation = simulated
     total = 0
@@ -81,7 +81,7 @@ async def test_the_oldest_turns_are_dropped_and_leave_the_history(simulated):
 
 
 @pytest.mark.parametrize(("max_tokens", "room"), [(None, 128), (100, 100), (400, 256)])
-async def test_there_is_room_for_the_answer(simulated, max_tokens, room):
+async def test_there_is_room_for_the_answer(autojump_clock, simulated, max_tokens, room):
     engine, _ = simulated
     params = replace(SHORT, max_tokens=max_tokens)
     async with dropping(engine) as session:
@@ -92,7 +92,7 @@ async def test_there_is_room_for_the_answer(simulated, max_tokens, room):
             assert completion.usage.prompt_tokens <= CONTEXT - room
 
 
-async def test_the_newest_turn_is_never_dropped(simulated):
+async def test_the_newest_turn_is_never_dropped(autojump_clock, simulated):
     """It is answered while it leaves room for a token, and refused beyond that; then the history is as it was."""
     engine, _ = simulated
     async with dropping(engine) as session:
@@ -109,7 +109,7 @@ async def test_the_newest_turn_is_never_dropped(simulated):
         assert (completion.dropped_turns, completion.usage.completion_tokens) == (2, 1)
 
 
-async def test_the_oldest_turns_of_a_prompt_are_dropped_too(simulated):
+async def test_the_oldest_turns_of_a_prompt_are_dropped_too(autojump_clock, simulated):
     engine, _ = simulated
     messages = [SYSTEM]
     for number in range(20):
@@ -122,7 +122,7 @@ async def test_the_oldest_turns_of_a_prompt_are_dropped_too(simulated):
 
 
 @pytest.mark.parametrize("how", ["aborted", "left", "failed", "rejected"])
-async def test_an_answer_that_is_not_committed_leaves_the_history_as_it_was(simulated, how):
+async def test_an_answer_that_is_not_committed_leaves_the_history_as_it_was(autojump_clock, simulated, how):
     engine, simulation = simulated
     async with dropping(engine) as session:
         for number in range(4):
@@ -146,7 +146,7 @@ async def test_an_answer_that_is_not_committed_leaves_the_history_as_it_was(simu
 
 
 @pytest.mark.parametrize("loss", ["sleep", "death"])
-async def test_a_suspended_request_goes_on_without_the_dropped_turns(simulated, loss):
+async def test_a_suspended_request_goes_on_without_the_dropped_turns(autojump_clock, simulated, loss):
     engine, simulation = simulated
     async with dropping(engine) as session:
         for number in range(4):
@@ -164,7 +164,7 @@ async def test_a_suspended_request_goes_on_without_the_dropped_turns(simulated, 
         assert session.history == [*kept, answer(engine, kept)]
 
 
-async def test_token_ids_are_refused(simulated):
+async def test_token_ids_are_refused(autojump_clock, simulated):
     engine, _ = simulated
     async with dropping(engine, history=None) as session:
         await ask(session, [1] * 400)
@@ -172,7 +172,7 @@ async def test_token_ids_are_refused(simulated):
             await ask(session, [1] * 100)
 
 
-async def test_an_unknown_policy_is_refused(simulated):
+async def test_an_unknown_policy_is_refused(autojump_clock, simulated):
     engine, _ = simulated
     with pytest.raises(RequestRejected, match="overflow must be"):
         engine.open_session(overflow="drop")

@@ -70,7 +70,10 @@ async def test_of_an_answer(autojump_clock, simulated):
     tokens = f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"
     ended = completion.finish_reason.value
     assert repr(completion) == f"<Completion {completion.request_id} {completion.text!r} {ended}, {tokens}>"
-    assert repr(Chunk("hi", (7,))) == "Chunk(text='hi', token_ids=(7,), logprobs=None, prompt_logprobs=None)"
+    assert (
+        repr(Chunk("hi", (7,)))
+        == "Chunk(text='hi', token_ids=(7,), logprobs=None, prompt_logprobs=None, tool_calls=())"
+    )
     assert repr(engine.statistics()).startswith("Statistics(sessions=")
 
 

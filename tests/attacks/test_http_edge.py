@@ -10,7 +10,7 @@ from helpers.loopback import on_loopback
 from trio.testing import memory_stream_pair
 
 from trioengine.core.lifecycle import PowerEvent
-from trioengine.serve.auth import MIN_KEY_LENGTH
+from trioengine.serve.startup import MIN_KEY_LENGTH
 
 STATUS = re.compile(rb"HTTP/1\.1 \d{3} ")
 TOKENIZE = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"

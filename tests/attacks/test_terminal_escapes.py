@@ -32,7 +32,7 @@ class HostileServer:
                 self._say(websocket, "engine.state", state=EVIL)
                 self._say(websocket, "response.created", response={"id": "resp_1"})
                 self._say(websocket, "response.output_item.added", item={"id": "item_1"})
-                self._say(websocket, "response.output_text.delta", delta=EVIL)
+                self._say(websocket, "response.output_text.delta", item_id="item_1", delta=EVIL)
                 self._say(websocket, "response.done", response={"status": "completed", "output": []})
 
     def _say(self, websocket, name, **fields):

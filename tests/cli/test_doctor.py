@@ -212,6 +212,13 @@ def test_a_report_has_words_for_what_is_so_and_what_is_not_there(capsys):
     ]
 
 
+def test_a_report_has_a_line_for_gpus(capsys):
+    gpu = {"name": "NVIDIA H200", "free_bytes": 149_557_477_376, "total_bytes": 150_109_880_320}
+    assert run_checks({"worker": lambda: CheckResult({"gpus": [gpu, gpu]})}, as_json=False) == 0
+    one = "name NVIDIA H200, free 149.56 GB, total 150.11 GB"
+    assert capsys.readouterr().out.splitlines()[1] == f"  gpus                 {one}; {one}"
+
+
 def test_a_report(capsys):
     all_checks = {
         "memory": lambda: CheckResult({"free_bytes": 2 * 10**9, "gpus": []}, (warning("ti\x1b[mght", "buy some"),))

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from trioengine.cli.logs import configure_logs
-from trioengine.serve.access_log import CLIENT, REQUEST_ID, set_field
+from trioengine.serve.log_fields import CLIENT, REQUEST_ID, set_field
 
 
 @pytest.fixture

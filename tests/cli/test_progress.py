@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import sys
-from trioengine.cli.progress import download_bar
+from trioengine.cli.bars import download_bar
 
 with download_bar() as progress:
     progress(1, 10)
@@ -48,7 +48,7 @@ def test_a_bar_leaves_the_output_alone():
 
 SLOW = """
 import time
-from trioengine.cli.progress import download_bar
+from trioengine.cli.bars import download_bar
 
 with download_bar() as progress:
     for done in (0, 100, {done}):

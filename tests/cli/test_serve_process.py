@@ -16,7 +16,7 @@ from trioengine import EngineConfig
 from trioengine.cli.serve import COLLECT_AFTER, _serve
 from trioengine.core.errors import InvalidConfig
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.server import serve
+from trioengine.serve.startup import serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import DEFAULT_LIMITS

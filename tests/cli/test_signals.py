@@ -23,7 +23,7 @@ from trioengine import EngineConfig
 from trioengine.cli.logs import configure_logs
 from trioengine.cli.serve import _serve
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.server import serve
+from trioengine.serve.startup import serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulated_worker import Behaviour
 

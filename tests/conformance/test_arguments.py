@@ -43,6 +43,9 @@ ASK = [
         ({"max_tokens": 0}, "max_tokens must be"),
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"stop": 3}, "stop"),
+        ({"tools": 3}, "tools must be a list of at most 128 functions, got 3"),
+        ({"tool_choice": "some"}, "tool_choice must be one of auto, none, required, or a function"),
+        ({"tools": [{"name": "f"}], "parallel_tool_calls": 1}, "parallel_tool_calls must be True or False, got 1"),
     ]
 ]
 KEEP = [

@@ -15,7 +15,6 @@ from trioengine.core.checks import (
     PromptPlaces,
     check_callback,
     check_cause,
-    check_content,
     check_flag,
     check_history,
     check_label,
@@ -24,6 +23,7 @@ from trioengine.core.checks import (
     check_role,
     check_seconds,
     check_wait,
+    content_of,
     is_key,
     kind_of,
     names_checked,
@@ -203,9 +203,11 @@ def test_errors_within_have_these_names_and_keep_their_cause():
 
 
 def test_a_message_needs_a_content():
-    check_content("prompt[0]", TEXT)
+    assert content_of("prompt[0]", TEXT) == TEXT["content"]
+    assert content_of("prompt[0]", {"role": "assistant", "content": None, "tool_calls": [{}]}) == ""
+    assert content_of("prompt[0]", {"role": "assistant", "content": None}) is None
     with pytest.raises(RequestRejected, match=r"prompt\[0\]\.content is missing: the message has \['role'\]"):
-        check_content("prompt[0]", {"role": "user"})
+        content_of("prompt[0]", {"role": "user"})
 
 
 @pytest.mark.parametrize(("prompt", "kind"), [(5, "int"), (TEXT, "dict; put a message into a list")])

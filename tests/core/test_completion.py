@@ -36,4 +36,4 @@ def test_an_abort_is_counted_by_its_cause():
 
 @pytest.mark.parametrize("finish_reason", FinishReason)
 def test_an_answer_that_came_to_its_own_end(finish_reason):
-    assert Outcome(finish_reason).is_complete is (finish_reason.value in ("stop", "length"))
+    assert Outcome(finish_reason).is_complete is (finish_reason.value in ("stop", "length", "tool_calls"))

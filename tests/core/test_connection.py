@@ -202,6 +202,7 @@ def test_what_the_peer_may_not_send_breaks_the_connection_for_good(messages):
         Tokens((dataclasses.replace(row(2, 2), usage=None), row(2, 2)), STATISTICS),
         Tokens((dataclasses.replace(row(2, 2, last=True), usage=None),), STATISTICS),
         Tokens((dataclasses.replace(row(2, 2, last=True), finish_reason=FinishReason.ERROR),), STATISTICS),
+        Tokens((dataclasses.replace(row(2, 2, last=True), finish_reason=FinishReason.TOOL_CALLS),), STATISTICS),
         Tokens((dataclasses.replace(row(2, 2), token_ids=token_ids([100])),), STATISTICS),
         Tokens((dataclasses.replace(row(2, 2), token_ids=token_ids([-1])),), STATISTICS),
         Tokens((dataclasses.replace(row(2, 2), token_ids=token_ids(), logprobs=None),), STATISTICS),

@@ -317,7 +317,7 @@ def test_the_ledger_balances_on_every_way():
         ledger.move(RequestState.WAITING, RequestState.RUNNING)
         ledger.settle(RequestState.RUNNING, reason)
         ledger.check()
-    assert (ledger.received, ledger.finished, ledger.aborted, ledger.failed, ledger.rejected) == (4, 2, 1, 1, 1)
+    assert (ledger.received, ledger.finished, ledger.aborted, ledger.failed, ledger.rejected) == (5, 3, 1, 1, 1)
     ledger.free_session()
     assert ledger.sessions == 0
 

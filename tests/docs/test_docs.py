@@ -15,7 +15,7 @@ from helpers.pictures import PICTURE
 from trioengine import EngineConfig, blocking, connect, open_engine
 from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.server import serve
+from trioengine.serve.startup import serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulation import IMAGE_LIMITS
 
@@ -47,7 +47,7 @@ def config(smollm2):
 async def test_the_embedding_examples_run(config):
     functions = examples("embedding.md")
     del functions["test_my_program"]
-    assert len(functions) == 13
+    assert len(functions) == 14
     async with open_engine(config) as engine:
         for function in functions.values():
             with trio.fail_after(120):

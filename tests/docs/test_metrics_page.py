@@ -47,7 +47,7 @@ def test_names_and_help_follow_the_rules_of_promtool(families):
 def test_the_page_names_every_value_of_a_label(families):
     page = (DOCS / "metrics.md").read_text()
     values = [v for family in families for s in family.samples for k, v in s.labels.items() if k != "le"]
-    assert len(values) == 4 + 8 + 3
+    assert len(values) == 5 + 8 + 3
     assert [value for value in values if f"`{value}`" not in page] == []
 
 

@@ -9,7 +9,7 @@ import trio
 from trioengine import EngineConfig
 from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.server import serve
+from trioengine.serve.startup import serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import DEFAULT_LIMITS

@@ -8,7 +8,7 @@ import trio
 
 from trioengine import EngineConfig
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.server import serve
+from trioengine.serve.startup import serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulated_worker import Behaviour
 

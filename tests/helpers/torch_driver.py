@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.sampling_params import ResolvedParams
@@ -26,8 +27,24 @@ def needs_compiler():
         pytest.skip("no C++ compiler")
 
 
+def needs_cuda():
+    """Skip the test where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
+def backend(name):
+    """The options of `load` for the kernels `native` or `torch` of the CPU, or for `cuda`; skip the test without it."""
+    if name == "native":
+        needs_compiler()
+    if name == "cuda":
+        needs_cuda()
+        return {"device": "cuda"}
+    return {"kernels": name}
+
+
 def load(path, dtype="float32", on_progress=lambda done, total: None, **config):
-    config = {"kv_cache_memory": 64 << 20, **config}
+    config = {"device": "cpu", "kv_cache_memory": 64 << 20, **config}
     return TorchModelRunner.load(WorkerConfig(str(path), dtype=dtype, **config), on_progress)
 
 

@@ -137,7 +137,7 @@ CHOICE_MUTANTS = (
         "F78",
         "the prompts behind one that fails wait on",
         replaced(Choices, "_run", _leave_others_waiting),
-        shows="are never answered|never end",
+        shows="are never answered|never end|are in flight, the worker has none",
     ),
     _http(
         "F79",

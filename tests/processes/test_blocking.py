@@ -16,7 +16,7 @@ from trioengine import Engine as AsyncEngine
 from trioengine import EngineConfig, RequestRejected, TimedOut, blocking
 from trioengine import Session as AsyncSession
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.server import serve
+from trioengine.serve.startup import serve
 from trioengine.testing import Simulation
 
 # ---- answers ------------------------------------------------------------------------------------------------------

@@ -75,6 +75,15 @@ def is_running(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
+def test_the_descriptors_of_a_look_are_counted_without_its_own_connection():
+    target = Target(("127.0.0.1", 1), "", TRIOENGINE, "model")
+    operations = FaultyRun(target, [], "1").snapshot()
+    names = [type(next(operations)).__name__]
+    while names[-1] != "Connect":
+        names.append(type(operations.send(None)).__name__)
+    assert names == ["Wait", "Figures", "Connect"]
+
+
 async def test_descriptors_that_are_kept_are_found(smollm2):
     """A server that keeps the descriptors of a dead worker."""
     launcher = (sys.executable, faulty_serving.__file__, "keep_descriptors", "serve")

@@ -29,9 +29,10 @@ async def in_time():
         yield
 
 
-def checkpoint(directory, variant="split"):
+def checkpoint(directory, variant="split", device="cpu"):
     return EngineConfig(
         model=str(write(directory / variant, variant)),
+        device=device,
         dtype="float32",
         max_model_len=1024,
         kv_cache_memory=64 << 20,
@@ -53,9 +54,9 @@ def memfds(pid="self"):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-async def test_answers_are_those_of_the_reference(in_time, tmp_path, variant):
+async def test_answers_are_those_of_the_reference(in_time, tmp_path, device, variant):
     """Over a memfd and a socket, decoded beside the steps, tile by tile."""
-    async with open_engine(checkpoint(tmp_path, variant)) as engine:
+    async with open_engine(checkpoint(tmp_path, variant, device)) as engine:
         for name, case in REFERENCE[variant].items():
             completion = await engine.generate(QUESTION, GREEDY, media=pictures(name))
             assert list(completion.token_ids) == case["output"], name
@@ -64,13 +65,13 @@ async def test_answers_are_those_of_the_reference(in_time, tmp_path, variant):
         assert not memfds() and not memfds(engine.statistics().worker_pid)
 
 
-async def test_all_at_once_they_are_the_same(in_time, tmp_path):
+async def test_all_at_once_they_are_the_same(in_time, tmp_path, device):
     answers = {}
 
     async def ask(engine, name, number):
         answers[name, number] = await engine.generate(QUESTION, GREEDY, media=pictures(name))
 
-    async with open_engine(checkpoint(tmp_path)) as engine:
+    async with open_engine(checkpoint(tmp_path, device=device)) as engine:
         async with trio.open_nursery() as nursery:
             for number in range(5):
                 for name in CASES:
@@ -80,8 +81,8 @@ async def test_all_at_once_they_are_the_same(in_time, tmp_path):
         assert list(completion.token_ids) == REFERENCE["split"][name]["output"]
 
 
-async def test_a_killed_worker_leaves_nothing_and_the_answer_goes_on(in_time, tmp_path):
-    async with open_engine(checkpoint(tmp_path)) as engine:
+async def test_a_killed_worker_leaves_nothing_and_the_answer_goes_on(in_time, tmp_path, device):
+    async with open_engine(checkpoint(tmp_path, device=device)) as engine:
         before = None
         for moment in range(6):
             async with engine.open_session() as session:

@@ -9,9 +9,10 @@ from helpers.clients import CHAT, chat, open_clients, read_all, status_and_body
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.cli.logs import JsonFormatter
-from trioengine.serve.access_log import REQUEST_ID, ContextFilter, request_id, set_field
+from trioengine.serve.access_log import request_id
 from trioengine.serve.chat_request import ChatRequest
 from trioengine.serve.http import HttpRequest
+from trioengine.serve.log_fields import REQUEST_ID, ContextFilter, set_field
 
 ACCESS = "trioengine.access"
 

@@ -124,6 +124,13 @@ async def test_an_image_that_cannot_be_decoded_is_named_by_the_arguments_of_the_
             await session.ask([{"role": "user", "content": parts}], FIVE)
 
 
+async def test_the_output_of_a_call_has_no_images(autojump_clock, remote):
+    output = {"role": "tool", "content": "x", "tool_call_id": "c"}
+    async with remote.open_session() as session:
+        with pytest.raises(RequestRejected, match=r"prompt\[0\]\.content cannot be sent: the output of a call"):
+            await session.ask([output], FIVE, media=[PICTURE])
+
+
 async def test_urls_are_not_fetched(autojump_clock, remote):
     part = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     async with remote.open_session() as session:

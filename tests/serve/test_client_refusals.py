@@ -15,7 +15,12 @@ from trioengine import (
 BAD_PROMPTS = [
     ([None], "invalid_value", "prompt[0]"),
     ([1, 2], "invalid_value", "prompt[0]"),
-    ([{"role": "tool", "content": "x"}], "invalid_value", "prompt[0].role"),
+    ([{"role": "developer", "content": "x"}], "invalid_value", "prompt[0].role"),
+    ([{"role": "tool", "content": "x"}], "invalid_value", "prompt[0].tool_call_id"),
+    ([{"role": "tool", "content": "x", "tool_call_id": ""}], "invalid_value", "prompt[0].tool_call_id"),
+    ([{"role": "tool", "content": None, "tool_call_id": "c"}], "invalid_value", "prompt[0].content"),
+    ([{"role": "user", "content": "x", "tool_calls": []}], "invalid_value", "prompt[0].tool_calls"),
+    ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "invalid_value", "prompt[0].tool_calls[0].id"),
     ("x" * 9999, "context_length_exceeded", "prompt"),
     ("x" * (1 << 20), "too_large", "prompt"),
 ]
@@ -108,3 +113,13 @@ async def test_logprobs_are_refused(autojump_clock, remote):
     with pytest.raises(RequestRejected) as refused:
         await remote.generate("hello", SamplingParams(logprobs=1))
     assert refused.value.param == "logprobs"
+
+
+async def test_tools_that_are_too_large_are_refused_before_anything_is_sent(autojump_clock, remote):
+    async with remote.open_session() as session:
+        tools = [{"name": "a", "description": "x" * (1 << 20)}]
+        with pytest.raises(RequestRejected, match=r"tools: .* too large") as caught:
+            await session.ask("hello", tools=tools)
+        assert caught.value.param == "tools"
+        assert (await session.ask("hello", max_tokens=2)).usage.prompt_tokens > 0
+        assert len(session.history) == 2

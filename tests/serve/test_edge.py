@@ -37,14 +37,14 @@ async def test_a_page_of_an_allowed_host_may_use_it_without_a_key(autojump_clock
 
 
 @pytest.mark.parametrize("origin", ["https://evil.com", "null"])
-async def test_a_simple_post_of_another_site_runs_no_route(clients, origin):
+async def test_a_simple_post_of_another_site_runs_no_route(autojump_clock, clients, origin):
     headers = {"origin": origin, "content-type": "text/plain"}
     for path in ("/sleep", "/abort_request", CHAT):
         assert (await clients.request("POST", path, b"{}", **headers)).status == 403
     assert clients.engine.state.value == "awake"
 
 
-async def test_a_page_of_this_machine_may_use_a_server_without_a_key(clients):
+async def test_a_page_of_this_machine_may_use_a_server_without_a_key(autojump_clock, clients):
     origin = {"origin": "http://localhost:5173"}
     wanted = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
     for answer in (

@@ -14,9 +14,9 @@ from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 from trioengine import EngineConfig, __version__
 from trioengine.core.lifecycle import PowerEvent
 from trioengine.serve import ids
-from trioengine.serve.auth import is_loopback
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.http import json_response
+from trioengine.serve.listening import is_loopback
 from trioengine.serve.server import Server
 from trioengine.testing import simulated_engine
 

@@ -20,7 +20,7 @@ from trioengine import EngineConfig
 from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.serve.chat_request import FIELDS
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.server import serve
+from trioengine.serve.startup import serve
 from trioengine.testing import Simulation, toy_answer
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.text.reasoning import REASONING_FORMS, ReasoningForm

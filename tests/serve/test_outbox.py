@@ -177,3 +177,15 @@ async def test_no_producer_waits_for_a_client_that_is_away(autojump_clock):
     assert scope.cancelled_caught
     outbox.detach()
     await outbox.room()
+
+
+async def test_no_more_is_kept_than_may_be_when_the_client_has_read_more_than_was_known(autojump_clock):
+    """Its last write was not over when the client came back, which had read it."""
+    account = held()
+    outbox = Outbox(send_timeout=20, held=account, max_kept=KEPT)
+    outbox.put("event", text="x" * KEPT)
+    outbox.detach()
+    outbox.continue_after(0)
+    assert (account.num_bytes, outbox._sent_size) == (0, 0)
+    with pytest.raises(ClientError, match="the oldest event that is kept has the number 1"):
+        outbox.check(-1)

@@ -127,11 +127,13 @@ async def test_long_events_are_sent_from_their_beginning(autojump_clock, clients
 
 async def test_the_window_passes(autojump_clock, clients):
     """The answer goes on until then, and ends as one of a client that disconnects."""
+    observers = list(clients.engine.observers)
     client = await cut(clients, seconds=2)
     await trio.sleep(1.9)
     assert clients.engine.statistics().running == 1
     await trio.sleep(0.2)
     assert await is_over(clients, client)
+    assert clients.engine.observers == observers
     counts = await scrape(clients)
     assert counts.by_label("requests_aborted_total") == {"disconnect": 1}
     assert counts.value("client_disconnected_total") == 1
@@ -252,6 +254,23 @@ async def test_a_connection_takes_over(autojump_clock, clients):
             assert "".join(deltas) == response["output"][0]["content"][0]["text"]
             await client.websocket.aclose()
             assert await is_over(clients, client)
+
+
+async def test_connections_that_were_replaced_make_room(autojump_clock):
+    """Their clients do not answer the close, so that each would take a place for seconds."""
+    async with open_clients(max_connections=3) as clients:
+        async with resumable(clients) as client:
+            pass
+        handshake = HANDSHAKE.replace(b"/realtime", f"/realtime?session={client.token}&last_seq=0".encode())
+        for _ in range(6):
+            stream = clients.stream()
+            await stream.send_all(handshake)
+            await read_until(stream, b"101")
+            await wait_all_tasks_blocked()
+        async with resumed(clients, client):
+            assert (await client.ask("hello", **SHORT))["status"] == "incomplete"
+            await client.websocket.aclose()
+        assert await is_over(clients, client)
 
 
 async def test_two_connections_at_once(autojump_clock, clients):

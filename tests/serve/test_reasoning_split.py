@@ -63,7 +63,7 @@ async def check(clients, reasoning, content, **fields):
     return choice, whole["usage"]
 
 
-async def test_whole_and_streamed(clients, plain, tags):
+async def test_whole_and_streamed(autojump_clock, clients, plain, tags):
     reasoning, _, answer = plain[2:].partition(tags.end)
     choice, usage = await check(clients, reasoning, answer, **LONG)
     assert choice["finish_reason"] == "length"
@@ -74,12 +74,12 @@ async def test_whole_and_streamed(clients, plain, tags):
     assert before["content"] == "" and before["reasoning"].startswith(reasoning)
 
 
-async def test_a_reasoning_that_is_cut(clients, plain):
+async def test_a_reasoning_that_is_cut(autojump_clock, clients, plain):
     _, usage = await check(clients, plain[2:8], "", stop=[plain[8:11]], **LONG)
     assert usage["completion_tokens_details"]["reasoning_tokens"] == usage["completion_tokens"]
 
 
-async def test_a_reasoning_that_the_prompt_opens(plain, tags, monkeypatch):
+async def test_a_reasoning_that_the_prompt_opens(autojump_clock, plain, tags, monkeypatch):
     monkeypatch.setitem(REASONING_FORMS, "deepseek_r1", ReasoningForm("assistant", tags.end))
     async with open_clients(reasoning_parser="deepseek_r1") as clients:
         reasoning, _, answer = plain.partition(tags.end)
@@ -87,7 +87,7 @@ async def test_a_reasoning_that_the_prompt_opens(plain, tags, monkeypatch):
         await check(clients, plain[:5], "", stop=[plain[5:8]], **LONG)
 
 
-async def test_log_probabilities(clients):
+async def test_log_probabilities(autojump_clock, clients):
     fields = {"logprobs": True, **LONG}
     whole = (await clients.chat(**fields)).json["choices"][0]["logprobs"]["content"]
     *_, events = await streamed(clients, **fields)
@@ -95,7 +95,7 @@ async def test_log_probabilities(clients):
     assert [each for logprobs in found if logprobs for each in logprobs["content"]] == whole
 
 
-async def test_a_grammar_holds_from_the_first_token(clients, plain):
+async def test_a_grammar_holds_from_the_first_token(autojump_clock, clients, plain):
     for fields in ({}, {"tools": [CLOCK]}):
         answer = (await clients.chat(structured_outputs={"choice": [plain]}, **LONG, **fields)).json
         assert answer["choices"][0]["message"]["content"] == plain[: len(answer["choices"][0]["message"]["content"])]
@@ -103,7 +103,7 @@ async def test_a_grammar_holds_from_the_first_token(clients, plain):
         assert "completion_tokens_details" not in answer["usage"]
 
 
-async def test_a_history_with_reasoning(clients):
+async def test_a_history_with_reasoning(autojump_clock, clients):
     """The toy's template does not print it."""
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     plain = await clients.chat(messages=[user, answer, user])
@@ -131,7 +131,7 @@ def test_templates_that_print_reasoning_get_it(name):
     }
 
 
-async def test_a_continued_message_that_has_opened_it(plain, tags, monkeypatch):
+async def test_a_continued_message_that_has_opened_it(autojump_clock, plain, tags, monkeypatch):
     monkeypatch.setitem(REASONING_FORMS, "deepseek_r1", ReasoningForm("[", "]"))
     fields = {"add_generation_prompt": False, "continue_final_message": True, **LONG}
     async with open_clients(reasoning_parser="deepseek_r1") as clients:
@@ -141,7 +141,7 @@ async def test_a_continued_message_that_has_opened_it(plain, tags, monkeypatch):
             assert ("reasoning" in message) is (content == "[hm")
 
 
-async def test_a_long_answer_is_counted_in_a_thread(clients, plain, tags, monkeypatch):
+async def test_a_long_answer_is_counted_in_a_thread(autojump_clock, clients, plain, tags, monkeypatch):
     """With a low limit: the count is the same."""
     short = (await clients.chat(**LONG)).json["usage"]["completion_tokens_details"]
     monkeypatch.setattr(chat_module, "MANY_TOKENS", 1)

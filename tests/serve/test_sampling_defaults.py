@@ -51,19 +51,19 @@ GIVEN = [
 
 
 @pytest.mark.parametrize(("given", "expected"), GIVEN)
-async def test_chat(clients, params, given, expected):
+async def test_chat(autojump_clock, clients, params, given, expected):
     body = {"messages": MESSAGES, "ignore_eos": True, **given}
     answer = await clients.request("POST", CHAT, body)
     assert answer.json["usage"]["completion_tokens"] == expected[-1]
     assert params.last() == expected
 
 
-async def test_completions_keep_their_own_max_tokens(clients, params):
+async def test_completions_keep_their_own_max_tokens(autojump_clock, clients, params):
     await clients.request("POST", "/v1/completions", {"prompt": "hello"})
     assert params.last() == (0.25, 7, 1.5, 16)
 
 
-async def test_realtime(clients, params):
+async def test_realtime(autojump_clock, clients, params):
     async with clients.realtime() as client:
         await client.ask("hello")
         assert params.last() == (0.25, 7, 1.5, 6)
@@ -73,7 +73,7 @@ async def test_realtime(clients, params):
         assert params.last() == (0.25, 7, 1.5, 6)
 
 
-async def test_embedders_and_the_client(clients, params):
+async def test_embedders_and_the_client(autojump_clock, clients, params):
     engine = clients.engine
     async with connect("ws://localhost", dial=clients.dial) as client:
         for ask in (engine.generate, client.generate):
@@ -83,12 +83,12 @@ async def test_embedders_and_the_client(clients, params):
             assert params.last() == (1.0, 7, 1.0, 2)
 
 
-async def test_min_tokens_of_a_request_beat_the_default_of_max_tokens(clients, params):
+async def test_min_tokens_of_a_request_beat_the_default_of_max_tokens(autojump_clock, clients, params):
     completion = await clients.engine.generate("hello", min_tokens=9)
     assert completion.usage.completion_tokens == 9
 
 
-async def test_the_defaults_in_force_are_shown(clients):
+async def test_the_defaults_in_force_are_shown(autojump_clock, clients):
     (model,) = (await clients.request("GET", "/v1/models")).json["data"]
     assert model["default_sampling_params"] == {
         "temperature": 0.25,

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -20,8 +21,10 @@ from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.cli.serve import obey_signals
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.connection import enable_keepalive, format_address
-from trioengine.serve.server import Server, serve
+from trioengine.serve.connection import enable_keepalive
+from trioengine.serve.listening import format_address
+from trioengine.serve.server import Server
+from trioengine.serve.startup import serve
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 
@@ -211,6 +214,32 @@ async def test_an_engine_that_cannot_start_ends_the_server(autojump_clock):
             await state.ended.wait()
 
 
+async def test_a_port_is_free_again_when_the_first_worker_cannot_be_started(autojump_clock):
+    simulation, port = Simulation(), await free_port()
+    simulation.failing_starts = 1
+    with pytest.raises(WorkerLost, match="made not to start"):
+        await serve(CONFIG, ServeConfig(port=port), ports=simulation.ports)
+    (listener,) = await trio.open_tcp_listeners(port, host="127.0.0.1")
+    await listener.aclose()
+
+
+async def test_a_server_accepts_clients_while_its_model_is_fetched(autojump_clock):
+    async def fetch(model, progress):
+        await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        ports = replace(Simulation().ports, find_model=fetch)
+        server = await nursery.start(partial(serve, CONFIG, ServeConfig(port=0), ports=ports))
+        assert server.port != 0
+        server.abort()
+
+
+async def free_port():
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with listener:
+        return listener.socket.getsockname()[1]
+
+
 class Names(trio.abc.HostnameResolver):
     """Knows every name but those in .invalid."""
 
@@ -254,9 +283,7 @@ async def test_a_host_that_can_be_no_name():
 
 
 async def test_a_server_that_cannot_be_made_holds_no_port():
-    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    port = listener.socket.getsockname()[1]
-    await listener.aclose()
+    port = await free_port()
     with pytest.raises(InvalidConfig, match="config must be an EngineConfig, got 'no configuration'"):
         await serve("no configuration", ServeConfig("127.0.0.1", port))
     (listener,) = await trio.open_tcp_listeners(port, host="127.0.0.1")

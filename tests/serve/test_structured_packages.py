@@ -19,7 +19,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 from trioengine import EngineConfig
 from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.server import serve
+from trioengine.serve.startup import serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulation import DEFAULT_LIMITS
 

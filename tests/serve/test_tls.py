@@ -13,7 +13,7 @@ from helpers.secured import CERTIFICATE, TRUSTING
 from trioengine import EngineConfig, InvalidConfig, connect
 from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.server import serve
+from trioengine.serve.startup import serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulated_worker import Behaviour
 

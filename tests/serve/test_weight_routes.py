@@ -7,7 +7,7 @@ from helpers.clients import CHAT, chat, events_of, open_clients
 from trioengine import EngineConfig, InvalidConfig
 from trioengine.core.lifecycle import Power
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.server import serve
+from trioengine.serve.startup import serve
 
 
 @pytest.fixture

@@ -170,6 +170,27 @@ FALSE_ALARMS = {
         ],
         2,
     ),
+    "a server that is aborted cuts connections that a hanging worker keeps busy": (
+        "ClientMachine",
+        [
+            ("begin", {"ready": True, "sessions": 1, "turns": 0, "history": 0}),
+            ("ask_so", ASK),
+            ("outage", {"way": "hang"}),
+            ("settle", {}),
+            ("outage", {"way": "abort"}),
+        ],
+        2,
+    ),
+    "a caller has left its request with unread text, and waits until the server has ended it": (
+        "ClientMachine",
+        [
+            ("begin", {"ready": True, "sessions": 1, "turns": 0, "history": 0}),
+            ("ask_so", ASK | {"style": "none"}),
+            ("go", {"which": 0, "how": "stall"}),
+            ("settle", {}),
+        ],
+        2,
+    ),
 }
 
 

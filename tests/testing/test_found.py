@@ -1,7 +1,7 @@
 """Bugs that the fuzzer found, by the programs that it shrank them to."""
 
 import pytest
-from helpers.found_steps import ASK_MORE, BEGIN, EMPTY, SHOW, A
+from helpers.found_steps import ASK, ASK_MORE, BEGIN, EMPTY, SHOW, A
 
 from trioengine.testing.fuzz.machines import MACHINES, machine_of
 from trioengine.testing.fuzz.program import Program, replay
@@ -261,5 +261,23 @@ def test_an_engine_that_gives_up_refuses_callers_before_it_is_closed():
         ("leave", {"which": 2, "what": "end"}),
     ]
     program = Program("PowerMachine", steps, variant=1)
+    with silence():
+        assert replay(machine_of(program)(), program) == 0
+
+
+def test_a_request_waits_for_one_that_times_out_in_the_step_in_which_the_server_has_the_history():
+    """It was refused: the session was busy with a request whose caller had its outcome already."""
+    steps = [
+        ("open", {"wait": None, "timeout": None, "history": 0, "rounds": 6, "gives_up": False}),
+        ("flow", {"rounds": 2}),
+        ("tick", {"passes": 1, "order": 0}),
+        ("open", {"wait": None, "timeout": None, "history": 0, "rounds": 6, "gives_up": False}),
+        ("replace_history", {"which": 0, "turns": 1}),
+        ("ask_so", ASK | {"timeout": 0.5}),
+        ("tick", {"passes": 1, "order": 0}),
+        ("ask_so", ASK | {"rounds": 14}),
+        ("advance", {"seconds": 1.0}),
+    ]
+    program = Program("ClientMachine", steps, variant=1)
     with silence():
         assert replay(machine_of(program)(), program) == 0

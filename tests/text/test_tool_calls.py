@@ -43,6 +43,10 @@ ANSWERS = [
         [("f", {"a": 1}), "\nand then", ("time", {}), " bye"],
     ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}} bye', [("f", {}), " bye"]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n', [("f", {})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n</tool_c', [("f", {})]),
+    ("hermes", f"<tool_call>{OTHER}\n</tool_c", [("time", {})]),
+    ("hermes", "<tool_call>no json\n</tool_c", ["<tool_call>no json\n</tool_c"]),
     (
         "hermes",
         '<tool_call>{"name": "a\\q", "arguments": {}}</tool_call>',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -195,6 +196,13 @@ class OutOfMemoryError(RuntimeError):
     """Named as torch's."""
 
 
+def unmapped() -> ModelError:
+    """The error of a model's file that could not be mapped."""
+    error = ModelError("model.gguf: Cannot allocate memory")
+    error.__cause__ = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
@@ -202,6 +210,7 @@ class OutOfMemoryError(RuntimeError):
         (MemoryError("no memory"), FatalCode.MEMORY, "MemoryError: no memory"),
         (OutOfMemoryError("CUDA: all gone"), FatalCode.MEMORY, "OutOfMemoryError: CUDA: all gone"),
         (RuntimeError("CPU: can't allocate memory"), FatalCode.MEMORY, "RuntimeError: CPU: can't allocate memory"),
+        (unmapped(), FatalCode.MEMORY, "ModelError: model.gguf: Cannot allocate memory"),
         (KeyError("weight"), FatalCode.INTERNAL, "KeyError: 'weight'"),
         (ValueError("a file named \udcff"), FatalCode.INTERNAL, "ValueError: a file named \\udcff"),
     ],

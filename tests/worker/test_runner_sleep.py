@@ -17,7 +17,7 @@ from helpers.sleeping_runner import (
     asleep,
     fall_asleep,
 )
-from helpers.torch_driver import generate, load
+from helpers.torch_driver import generate, load, needs_cuda
 
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.power import ALL_TAGS, Tag
@@ -32,8 +32,8 @@ ORDERS = {"at once": [ALL_TAGS], "weights first": [WEIGHTS, KV_CACHE], "kv_cache
 
 
 @pytest.fixture
-def runner(path):
-    return load(path, kv_cache_memory=KV_BYTES)
+def runner(path, device):
+    return load(path, kv_cache_memory=KV_BYTES, device=device)
 
 
 @pytest.fixture
@@ -238,14 +238,20 @@ def test_no_room_to_move_back(address_space):
     assert (small.tolist(), int(large.min()), int(large.max())) == ([1, 1, 1, 1], 7, 7)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("level", [1, 2])
-def test_on_cuda(path, prompt, level):
-    """The device's memory is free while the worker sleeps."""
-    unused = torch.cuda.memory_reserved()
-    runner = load(path, device="cuda", kv_cache_memory=256 << 20)
-    assert answer(runner, prompt) == EXPECTED
-    fall_asleep(runner, level)
-    assert torch.cuda.memory_reserved() < unused + (64 << 20)
-    runner.wake(ALL_TAGS)
-    assert answer(runner, prompt) == EXPECTED
+def test_the_memory_of_a_gpu_is_free_while_the_worker_sleeps(tiny_llama, tmp_path, prompt, level):
+    needs_cuda()
+    runner = load(
+        tiny_llama.write(tmp_path, "plain", hidden_size=768, intermediate_size=3072),
+        device="cuda",
+        kv_cache_memory=256 << 20,
+    )
+    weights = sum(tensor.nbytes for tensor in runner._weights._state.tensors)
+    expected = answer(runner, prompt)
+    for _ in range(2):
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        fall_asleep(runner, level)
+        assert torch.cuda.memory_allocated() < allocated - weights - (255 << 20)
+        assert torch.cuda.memory_reserved() < reserved - weights - (255 << 20)
+        runner.wake(ALL_TAGS)
+        assert answer(runner, prompt) == expected

@@ -26,8 +26,8 @@ def other(tiny_llama, tmp_path):
 
 
 @pytest.fixture
-def runner(path):
-    return load(path, kv_cache_memory=KV_BYTES)
+def runner(path, device):
+    return load(path, kv_cache_memory=KV_BYTES, device=device)
 
 
 def test_other_weights_and_back(runner, path, other, prompt):

@@ -117,9 +117,9 @@ CUTS = [*((variant, "chunks") for variant in VARIANTS), *(("plain", name) for na
 
 
 @pytest.mark.parametrize(("variant", "name"), CUTS)
-def test_they_are_those_of_transformers(tiny_llama, tmp_path, variant, name):
+def test_they_are_those_of_transformers(tiny_llama, tmp_path, device, variant, name):
     """Before and after the prompt is in the prefix cache, which answers without scores take it from."""
-    runner = load(tiny_llama.write(tmp_path, variant), kv_cache_memory=4 << 20)
+    runner = load(tiny_llama.write(tmp_path, variant), kv_cache_memory=4 << 20, device=device)
     scheduler = new_scheduler(runner, **LIMITS[name])
     known, prompt = VARIANTS[variant], tiny_llama.PROMPT
     answered = ResolvedParams(temperature=0.0, max_tokens=2, seed=0, ignore_eos=True)
@@ -153,9 +153,9 @@ def test_a_step_has_a_bounded_number(tiny_llama, path, expected, monkeypatch):
         check(each, prompt, expected(prompt))
 
 
-def test_preempted_and_with_answers(tiny_llama, path, expected):
+def test_preempted_and_with_answers(tiny_llama, path, expected, device):
     """Each token's logprobs come once; the answers are those without logprobs."""
-    runner = load(path, kv_cache_memory=4 << 20, block_size=4)
+    runner = load(path, kv_cache_memory=4 << 20, block_size=4, device=device)
     prompts = [tiny_llama.PROMPT[start : start + 20] for start in range(8)]
     limits = {"kv_blocks_total": 30, "chunked_prefill_size": 9, "max_num_batched_tokens": 40}
     greedy = {"temperature": 0.0, "max_tokens": 20, "seed": 0, "ignore_eos": True}
@@ -167,9 +167,9 @@ def test_preempted_and_with_answers(tiny_llama, path, expected):
         check(each, prompt, expected(prompt))
 
 
-def test_logits_that_are_not_finite_fail_alone(tiny_llama, path):
+def test_logits_that_are_not_finite_fail_alone(tiny_llama, path, device):
     """Also in the middle of a prompt, whose rest is not computed."""
-    runner = load(path, kv_cache_memory=4 << 20)
+    runner = load(path, kv_cache_memory=4 << 20, device=device)
     with torch.inference_mode():
         runner.model._embedding[198] = math.nan
     bad = Sequence(0, 0, [198, *tiny_llama.PROMPT], 91, SCORED, frozenset())

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from helpers.torch_driver import generate, load, needs_compiler, reference
+from helpers.torch_driver import backend, generate, load, reference
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
@@ -26,19 +26,18 @@ def variant(request):
     return request.param
 
 
-@pytest.fixture(params=["native", "fused", "products"])
-def kernels(request, monkeypatch):
-    """In C++, and torch's: its fused kernel is for large prefills."""
-    if request.param == "native":
-        needs_compiler()
-        return "native"
+@pytest.fixture(params=["native", "fused", "products", "cuda"])
+def options(request, monkeypatch):
+    """Options of `load`: kernels in C++, and torch's, of which the fused one is for large prefills and for CUDA."""
+    if request.param in ("native", "cuda"):
+        return backend(request.param)
     monkeypatch.setattr(torch_kernels, "_SCORES_BYTES", 0 if request.param == "fused" else 1 << 20)
-    return "torch"
+    return backend("torch")
 
 
 @pytest.fixture
-def runner(tiny_llama, tmp_path, variant, kernels):
-    return load(tiny_llama.write(tmp_path, variant), kv_cache_memory=4 << 20, kernels=kernels)
+def runner(tiny_llama, tmp_path, variant, options):
+    return load(tiny_llama.write(tmp_path, variant), kv_cache_memory=4 << 20, **options)
 
 
 @pytest.mark.parametrize("budget", [2048, 33, 7, 1])
@@ -57,9 +56,9 @@ def test_logprob_is_that_of_transformers(tiny_llama, runner, variant):
     assert token.logprobs[0] == pytest.approx({VARIANTS[variant]["output"][0]: VARIANTS[variant]["logprob"]}, abs=1e-4)
 
 
-def test_batches_of_every_kind(tiny_llama, tmp_path, kernels):
+def test_batches_of_every_kind(tiny_llama, tmp_path, options):
     """Lengths of every kind together, with prefix cache and preemption: each answer is the one it has alone."""
-    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20, block_size=4, kernels=kernels)
+    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20, block_size=4, **options)
     rng = random.Random(0)
     prompts = [[rng.randrange(200) for _ in range(rng.choice([1, 2, 3, 4, 5, 30, 70]))] for _ in range(24)]
     prompts += [prompts[-1] + [5], prompts[-1] + [6, 7]]
@@ -71,9 +70,9 @@ def test_batches_of_every_kind(tiny_llama, tmp_path, kernels):
 
 
 @pytest.mark.parametrize("num_shared", [1, 15, 16, 30, 47])
-def test_what_a_prompt_shares_with_one_before_is_copied(tiny_llama, tmp_path, num_shared):
+def test_what_a_prompt_shares_with_one_before_is_copied(tiny_llama, tmp_path, device, num_shared):
     """Also within a block, which is copied: the answer is the one without a cache."""
-    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20)
+    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20, device=device)
     first = tiny_llama.PROMPT[:60]
     second = [*first[:num_shared], first[num_shared] + 1, *tiny_llama.PROMPT[:9]]
     alone = [generate(runner, [prompt], 20, enable_prefix_caching=False)[0][0] for prompt in (first, second)]
@@ -82,16 +81,16 @@ def test_what_a_prompt_shares_with_one_before_is_copied(tiny_llama, tmp_path, nu
     assert statistics.prefix_cache_hits == num_shared
 
 
-def test_bfloat16_runs(tiny_llama, tmp_path, kernels):
-    runner = load(tiny_llama.write(tmp_path, "plain"), dtype="bfloat16", kv_cache_memory=4 << 20, kernels=kernels)
+def test_bfloat16_runs(tiny_llama, tmp_path, options):
+    runner = load(tiny_llama.write(tmp_path, "plain"), dtype="bfloat16", kv_cache_memory=4 << 20, **options)
     answers, _ = generate(runner, [tiny_llama.PROMPT, tiny_llama.PROMPT[:5]], 8)
     assert [len(answer) for answer in answers] == [8, 8]
     assert answers[0][0] == VARIANTS["plain"]["output"][0]
 
 
-def test_what_lay_in_a_block_does_not_matter(tiny_llama, tmp_path, kernels):
+def test_what_lay_in_a_block_does_not_matter(tiny_llama, tmp_path, options):
     """A sequence that went bad leaves nan in its blocks; the next ones there, and its neighbours, do not see it."""
-    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20, kernels=kernels)
+    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20, **options)
     with torch.inference_mode():
         for tensor in runner.cache.layers:
             tensor.fill_(math.nan)
@@ -100,9 +99,9 @@ def test_what_lay_in_a_block_does_not_matter(tiny_llama, tmp_path, kernels):
     assert answers[0] == VARIANTS["plain"]["output"]
 
 
-def test_a_bad_row_fails_alone(tiny_llama, tmp_path, kernels):
+def test_a_bad_row_fails_alone(tiny_llama, tmp_path, options):
     """Weights of one token are nan: who uses it fails, who does not goes on."""
-    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20, kernels=kernels)
+    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20, **options)
     with torch.inference_mode():
         runner.model._embedding[198] = math.nan
     good = Sequence(0, 10, list(tiny_llama.PROMPT), 90, GREEDY, frozenset(), block_table=[0, 1, 2, 3, 4, 5])
@@ -135,7 +134,7 @@ def test_a_step_without_samples(tiny_llama, tmp_path):
 def test_what_the_runner_says_of_itself(tiny_llama, tmp_path):
     path = tiny_llama.write(tmp_path, "plain")
     progress = []
-    config = WorkerConfig(str(path), dtype="float32", kv_cache_memory=1 << 20, max_model_len=100)
+    config = WorkerConfig(str(path), device="cpu", dtype="float32", kv_cache_memory=1 << 20, max_model_len=100)
     runner = TorchModelRunner.load(config, lambda done, total: progress.append((done, total)))
     per_block = 2 * 3 * 2 * 8 * 4 * 16  # keys and values, layers, heads, head size, float32, tokens
     assert runner.info.kv_blocks_total == (1 << 20) // per_block
@@ -163,13 +162,7 @@ def test_devices_and_dtypes():
         choose_device("cuda:99")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("variant", ["plain", "llama3"])
-def test_on_cuda(tiny_llama, tmp_path, variant):
-    runner = load(tiny_llama.write(tmp_path, variant), device="cuda", kv_cache_memory=4 << 20)
-    assert generate(runner, [tiny_llama.PROMPT] * 3, 48)[0] == [VARIANTS[variant]["output"]] * 3
-
-
-def test_memory_that_cannot_be_had(tiny_llama, tmp_path):
-    with pytest.raises(ModelError, match=r"\d{17} bytes for the KV cache cannot be had on cpu: lower kv_cache_memory"):
-        load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=10**17)
+def test_memory_that_cannot_be_had(tiny_llama, tmp_path, device):
+    message = rf"\d{{17}} bytes for the KV cache cannot be had on {device}: lower kv_cache_memory"
+    with pytest.raises(ModelError, match=message):
+        load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=10**17, device=device)

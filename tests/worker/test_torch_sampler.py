@@ -11,11 +11,23 @@ from torch.overrides import TorchFunctionMode
 from trioengine.core.grammar import GrammarFailed
 from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.sampling_params import ResolvedParams
-from trioengine.worker.runner.sampling import _first_above, best_tokens, process_row, sample, uniform
+from trioengine.worker.runner import sampling
+from trioengine.worker.runner.sampling import _first_above, best_tokens, process_row, uniform
 from trioengine.worker.scheduling.sequence import Sequence
 
 VOCAB = 300  # more than a bucket, and no multiple of one
 EOS = 7
+_DEVICE = "cpu"
+
+
+@pytest.fixture(autouse=True)
+def device_of_logits(device, monkeypatch):
+    monkeypatch.setitem(globals(), "_DEVICE", device)
+
+
+def sample(logits, sequences):
+    """The sampler's rows for logits on the device."""
+    return sampling.sample(logits.to(_DEVICE), sequences)
 
 
 def sequence(prompt=(1, 2), output=(), request=0, **params):

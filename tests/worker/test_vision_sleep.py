@@ -24,8 +24,8 @@ def directory(tiny_smolvlm, tmp_path):
 
 
 @pytest.fixture
-def runner(directory):
-    return load(directory, kv_cache_memory=KV_BYTES)
+def runner(directory, device):
+    return load(directory, kv_cache_memory=KV_BYTES, device=device)
 
 
 def features(runner):
@@ -44,9 +44,9 @@ def test_the_same_features_after_sleep(runner, directory, level):
     assert features(runner) == before
 
 
-def test_other_weights_and_back(tiny_smolvlm, runner, directory, tmp_path):
+def test_other_weights_and_back(tiny_smolvlm, runner, directory, device, tmp_path):
     other = tiny_smolvlm.write(tmp_path / "other", "split", seed=1)
-    before, others = features(runner), features(load(other, kv_cache_memory=KV_BYTES))
+    before, others = features(runner), features(load(other, kv_cache_memory=KV_BYTES, device=device))
     assert others != before
     runner.update_weights(str(other))
     assert features(runner) == others
@@ -79,9 +79,10 @@ def test_a_model_of_texts_does_not_fit(tiny_llama, runner, tmp_path):
         runner.update_weights(str(tiny_llama.write(tmp_path / "llama", "plain")))
 
 
-def test_all_weights_move_to_host_memory(runner, directory, monkeypatch):
+def test_all_weights_move_to_host_memory(directory, monkeypatch):
     """Without oneDNN's own layout a layer holds what the reader gave it, as on every device but the CPU."""
     monkeypatch.setattr(linear, "_can_pack", lambda dtype: False)
+    runner = load(directory, kv_cache_memory=KV_BYTES)
     checkpoint = open_checkpoint(str(directory))
     wanted = checkpoint.config.wanted_tensors()
     reader = WeightReader(checkpoint, wanted, torch.float32, torch.device("cpu"), lambda done, total: None)

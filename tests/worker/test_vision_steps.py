@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.torch_driver import load, needs_compiler, reference
+from helpers.torch_driver import backend, load, reference
 
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.messages import AddMessage, AddSession, ImageInput, PayloadConsumed, Tokens
@@ -22,11 +22,10 @@ def variant(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
-def runner(tiny_smolvlm, tmp_path_factory, variant):
-    needs_compiler()
+@pytest.fixture(scope="module", params=["native", "cuda"])
+def runner(tiny_smolvlm, tmp_path_factory, variant, request):
     path = tiny_smolvlm.write(tmp_path_factory.mktemp("vision"), variant)
-    return load(path, kv_cache_memory=8 << 20)
+    return load(path, kv_cache_memory=8 << 20, **backend(request.param))
 
 
 class Worker:

@@ -21,11 +21,15 @@ from trioengine.actors.session_actor import SessionActor
 from trioengine.actors.waiting_line import NOT_NOW, waits_for
 from trioengine.core.checks import PromptPlaces
 from trioengine.core.errors import EngineError, RequestRejected, TimedOut
+from trioengine.core.grammar import Grammar
 from trioengine.core.lifecycle import Phase
 from trioengine.core.sampling_params import ResolvedParams, SamplingParams, check_room, prompt_limit, resolved_params
+from trioengine.core.tools import AskedTools
 from trioengine.core.types import Cause
 from trioengine.text.conversation import Conversation, Prepared, Prompt, check_length, newest_turn
 from trioengine.text.output import OutputText
+from trioengine.text.tool_answer import ToolAnswer
+from trioengine.text.tools import Tools, tools_of
 
 # ---- a session ------------------------------------------------------------------------------------------------------
 
@@ -163,14 +167,31 @@ async def _prepare(entry: _Entry) -> None:
         if sources:
             prompt = put_images(prompt, await entry.open_images().admit(sources))
             _check_length(entry, prompt)
-        prepared = await _prepared(entry, prompt)
-        if request.params.grammar is not None:
-            await runtime.grammars.check(request.params.grammar)
+        tools = None if request.tools is None else _tools(entry, request.tools)
+        prepared = await _prepared(entry, prompt, tools)
+        if request.grammar is not None:
+            await _check_grammar(entry, request.grammar)
         _check(runtime, prepared, request.params)
     if prepared.images:
         images = tuple(replace(image, name=places.name(image.name)) for image in prepared.images)
         prepared = replace(prepared, images=images)
     _take_prepared(entry, prepared)
+
+
+def _tools(entry: _Entry, asked: AskedTools) -> Tools:
+    """Return the tools in the form of the model, and get ready for calls in the answer."""
+    request, runtime = entry.request, entry.runtime
+    tools = tools_of(asked, runtime.tokenizer.tool_form)
+    request.grammar = tools.grammar or request.grammar
+    request.tool_answer = ToolAnswer(tools.form, f"call_{runtime.ports.mint_seed():016x}_")
+    return tools
+
+
+async def _check_grammar(entry: _Entry, grammar: Grammar) -> None:
+    try:
+        await entry.runtime.grammars.check(grammar)
+    except RequestRejected as exc:
+        raise entry.request.grammar_error(exc) from None
 
 
 async def _follow(entry: _Entry, leader: Request) -> None:
@@ -193,6 +214,7 @@ def _take_prepared(entry: _Entry, prepared: Prepared) -> None:
     request.prepared = prepared
     request.eos_token_ids = tuple(model.eos_token_ids)
     request.output = OutputText(model.tokenizer, request.params, model.eos_token_ids)
+    request.texts = request.output.texts if request.tool_answer is None else request.tool_answer.texts
 
 
 def _check_length(entry: _Entry, prompt: Prompt) -> None:
@@ -200,14 +222,14 @@ def _check_length(entry: _Entry, prompt: Prompt) -> None:
     check_length(least, entry.runtime.limits.max_model_len, entry.session.conversation.tokenizer)
 
 
-async def _prepared(entry: _Entry, prompt: Prompt) -> Prepared:
+async def _prepared(entry: _Entry, prompt: Prompt, tools: Tools | None) -> Prepared:
     session, ports = entry.session, entry.runtime.ports
     limit = None
     if session.overflow == "drop_oldest_turns":
         limit = prompt_limit(entry.runtime.limits.max_model_len, entry.request.params.max_tokens)
     conversation = session.conversation
-    prepare = partial(conversation.prepare, prompt, limit, session.retention_ratio)
-    if conversation.work(prompt) > ports.thread_threshold:
+    prepare = partial(conversation.prepare, prompt, limit, session.retention_ratio, tools)
+    if conversation.work(prompt, tools) > ports.thread_threshold:
         prepared: Prepared = await ports.run_in_thread(prepare)
         return prepared
     await trio.lowlevel.checkpoint()
@@ -256,4 +278,5 @@ def _resolved(runtime: Runtime, request: Request) -> ResolvedParams:
     max_tokens = min(max_tokens, room)
     seed = runtime.ports.mint_seed() if params.seed is None else params.seed
     min_tokens = min(params.min_tokens, max_tokens)
-    return resolved_params(params, defaults, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed, stop=())
+    numbers = {"max_tokens": max_tokens, "min_tokens": min_tokens, "seed": seed}
+    return resolved_params(params, defaults, **numbers, stop=(), grammar=request.grammar)

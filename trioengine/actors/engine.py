@@ -34,6 +34,7 @@ from trioengine.core.lifecycle import Power, PowerEvent
 from trioengine.core.messages import Ready
 from trioengine.core.power import TagName
 from trioengine.core.sampling_params import Overflow, SamplingOptions, SamplingParams, merged_params, sampling_checked
+from trioengine.core.tools import ToolChoice
 from trioengine.core.types import Cause, Completion
 from trioengine.core.wording import brief, counted
 from trioengine.text.chat_template import checked_variables
@@ -208,18 +209,15 @@ class Engine:
         more than `timeout` seconds from this call, EngineClosed, and RequestRejected for a bad history. An unknown
         `overflow`, and template variables that are not JSON or not the caller's to set, raise RequestRejected here.
         """
-        deadline = deadline_after(timeout)
-        return Session(
-            self.runtime,
-            self.runtime.new_session(
-                label=label,
-                history=history,
-                wait=wait,
-                overflow=overflow,
-                deadline=deadline,
-                variables=checked_variables(chat_template_kwargs),
-            ),
+        state = self.runtime.new_session(
+            label=label,
+            history=history,
+            wait=wait,
+            overflow=overflow,
+            deadline=deadline_after(timeout),
+            variables=checked_variables(chat_template_kwargs),
         )
+        return Session(self.runtime, state)
 
     @whole_answer
     @sampling_checked
@@ -229,6 +227,9 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         media: Sequence[Media] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
         timeout: float | None = None,
         wait: bool | None = None,
         label: str | None = None,
@@ -237,7 +238,15 @@ class Engine:
         """One answer, in a session of its own. Errors and keywords as in Session.generate."""
         state = self.runtime.new_session(wait=wait, deadline=deadline_after(timeout), opens_with_request=True)
         generation = Session(self.runtime, state).generate(
-            prompt, merged_params(params, options), media=media, timeout=timeout, wait=wait, label=label
+            prompt,
+            merged_params(params, options),
+            media=media,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            timeout=timeout,
+            wait=wait,
+            label=label,
         )
         del prompt, media  # this frame lives as long as the answer takes, and must not keep an image
         try:

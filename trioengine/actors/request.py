@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import trio
 
@@ -16,10 +16,12 @@ from trioengine.core.errors import EngineError, Outcome, RequestRejected, Sampli
 from trioengine.core.ledger import RequestState
 from trioengine.core.messages import INVALID_GRAMMAR, SAMPLING_FAILED, AddMessage, RequestFailed, TokensRow
 from trioengine.core.sampling_params import ResolvedParams, SamplingParams, replace_valid
+from trioengine.core.tools import NO_ANSWER, AskedTools, answer_fields
 from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Logprobs, PromptLogprobs, Usage
 from trioengine.text.chat_tokenizer import PlacedImage
 from trioengine.text.conversation import Conversation, Prepared
 from trioengine.text.output import OutputText
+from trioengine.text.tool_answer import ToolAnswer
 
 
 @dataclass(slots=True)
@@ -63,12 +65,17 @@ class Request(ReadableRequest):
         wait: bool | None = None,
         label: str | None = None,
         leader: Request | None = None,
+        tools: AskedTools | None = None,
     ) -> None:
         super().__init__(params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
         self.state = RequestState.PREPARING
         self.leader = leader  # whose prompt this one has; it goes to the worker behind that
         self.prepared: Prepared | None = None
+        self.tools = tools
         self.output: OutputText | None = None
+        self.texts: list[str] = []  # the pieces of the text, as the reader gets them
+        self.tool_answer: ToolAnswer | None = None  # with tools: the output divided into text and calls
+        self.grammar = params.grammar  # which the answer follows: the caller's, or one that forces calls
         self.resolved: ResolvedParams | None = None
         self.eos_token_ids: tuple[int, ...] = ()  # of the model
         self.usage: Usage | None = None  # of the first attachment that produced a token
@@ -81,7 +88,7 @@ class Request(ReadableRequest):
         self._prompt_logprobs: list[Logprobs | None] = [None]  # of the first tokens of the prompt, if asked for
         self._num_tokens_read = 0
         self._num_texts_read = 0
-        self._has_read_prompt = False  # its logprobs
+        self._has_read_prompt = params.prompt_logprobs is None  # nothing of the prompt is left to be read
 
     # ---- the reader's side ------------------------------------------------------------------------------------------
 
@@ -98,24 +105,26 @@ class Request(ReadableRequest):
         output = self.output
         return output is not None and (
             self._num_tokens_read < len(output.token_ids)
-            or self._num_texts_read < len(output.texts)
-            or (self._has_prompt_logprobs and not self._has_read_prompt)
+            or self._num_texts_read < len(self.texts)
+            or (self.tool_answer is not None and self.tool_answer.calls.has_unread)
+            or (not self._has_read_prompt and self._has_prompt_logprobs)
         )
 
     def read_nowait(self) -> Chunk:
         first = self._num_tokens_read
         prompt_logprobs = None if self._has_read_prompt else self.prompt_logprobs
+        calls = () if self.tool_answer is None else self.tool_answer.calls.read()
         text = self.read_text_nowait()
         ids = tuple(self.output.token_ids[first:]) if self.output is not None else ()
         logprobs = tuple(self._logprobs[first:]) if self.params.logprobs is not None else None
-        return Chunk(text, ids, logprobs, prompt_logprobs)
+        return Chunk(text, ids, logprobs, prompt_logprobs, calls)
 
     def read_text_nowait(self) -> str:
         output = self.output
         if output is None:
             return ""
-        texts = output.texts[self._num_texts_read :]
-        self._num_tokens_read, self._num_texts_read = len(output.token_ids), len(output.texts)
+        texts = self.texts[self._num_texts_read :]
+        self._num_tokens_read, self._num_texts_read = len(output.token_ids), len(self.texts)
         self._has_read_prompt = self._has_read_prompt or self._has_prompt_logprobs  # once, also after a death
         return "".join(texts)
 
@@ -143,7 +152,7 @@ class Request(ReadableRequest):
         times = (usage.queue_time, usage.prefill_time) if usage is not None else (0.0, 0.0)
         return Completion(
             request_id=self.id,
-            text=output.text if output is not None else "",
+            text="".join(self.texts),
             token_ids=ids,
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
             finish_reason=outcome.finish_reason,
@@ -155,6 +164,7 @@ class Request(ReadableRequest):
             stop_reason=output.stop_reason if output is not None else None,
             decode_time=self.times.decode_time,
             prompt_logprobs=self.prompt_logprobs,
+            tool_calls=() if self.tool_answer is None else self.tool_answer.calls.whole,
         )
 
     # ---- the session's side -----------------------------------------------------------------------------------------
@@ -197,10 +207,10 @@ class Request(ReadableRequest):
             images=image_inputs(self.images, params.cache_salt, mint) if self.images else (),
         )
 
-    def receive_prompt(self, row: TokensRow) -> bool:
+    def receive_prompt(self, row: TokensRow, logprobs: Sequence[Logprobs]) -> bool:
         """Take a row's logprobs of the prompt, unless there is an outcome. Returns whether the row has an answer."""
-        if row.prompt_logprobs is not None and self.outcome is None:
-            self._prompt_logprobs.extend(row.prompt_logprobs)
+        if self.outcome is None:
+            self._prompt_logprobs.extend(logprobs)
         return len(row.token_ids) > 0 or row.finish_reason is not None
 
     def receive(self, row: TokensRow, now: float) -> Outcome | None:
@@ -214,6 +224,8 @@ class Request(ReadableRequest):
             stopped = output.feed(row.token_ids)
         else:
             stopped = output.finish(row.token_ids, ended_by_token=finish_reason is FinishReason.STOP)
+        if self.tool_answer is not None:
+            self.tool_answer.take(output.texts)
         if row.logprobs is not None:  # of the tokens that were taken
             self._logprobs.extend(row.logprobs[: len(output.token_ids) - len(self._logprobs)])
         if stopped:
@@ -233,7 +245,10 @@ class Request(ReadableRequest):
     def conclude(self, outcome: Outcome, conversation: Conversation | None) -> None:
         """Set the outcome, and commit the turn to the conversation unless it is taken back."""
         is_kept = outcome.finish_reason is not FinishReason.ABORT or self.keep_partial
-        output = self.output
+        output, answer = self.output, None
+        if self.tool_answer is not None and output is not None:
+            outcome, answer = self._divided(outcome, self.tool_answer, output)
+            is_kept = is_kept and (outcome.is_complete or answer != NO_ANSWER)
         if (
             is_kept
             and conversation is not None
@@ -241,8 +256,32 @@ class Request(ReadableRequest):
             and output is not None
             and output.token_ids
         ):
-            conversation.commit(self.prepared, output.token_ids, output.text)
+            conversation.commit(self.prepared, output.token_ids, output.text, answer)
         self.set_outcome(outcome)
+
+    def _divided(self, outcome: Outcome, answer: ToolAnswer, output: OutputText) -> tuple[Outcome, dict[str, Any]]:
+        """Return the outcome of an answer that may have calls, and the fields of its message."""
+        answer.take(output.texts)
+        answer.finish(is_aborted=outcome.finish_reason is FinishReason.ABORT)
+        calls = answer.calls.whole
+        if calls and outcome.finish_reason is FinishReason.STOP:
+            outcome = Outcome(FinishReason.TOOL_CALLS)
+        return outcome, answer_fields(answer.text, calls)
+
+    def fail(self, failure: RequestFailed) -> None:
+        """Set the outcome of a request that the worker could not run."""
+        error: EngineError = SamplingFailed(failure.message)
+        if failure.code == INVALID_GRAMMAR:
+            error = self.grammar_error(RequestRejected(failure.code, failure.message, param="grammar"))
+        elif failure.code != SAMPLING_FAILED:
+            error = RequestRejected(failure.code, failure.message)
+        self.set_outcome(Outcome(FinishReason.ERROR, error=error))
+
+    def grammar_error(self, error: RequestRejected) -> RequestRejected:
+        """Return the error of the grammar under the name of the argument that it was made of."""
+        if self.params.grammar is not None:
+            return error
+        return RequestRejected(error.code, error.message.replace("grammar", "tools", 1), param="tools")
 
     def add_weights(self, version: int) -> None:
         """Record the version of the weights that computed the tokens from here on."""
@@ -292,11 +331,3 @@ class RequestTimes:
         finished = FinishedRequest(self._latest - self._began, self.decode_time, prompt_tokens, generation_tokens)
         for observer in self._observers:
             observer.request_finished(finished)
-
-
-def error_of(failure: RequestFailed) -> EngineError:
-    """Return the error of a request that the worker could not run."""
-    if failure.code == SAMPLING_FAILED:
-        return SamplingFailed(failure.message)
-    param = "grammar" if failure.code == INVALID_GRAMMAR else None
-    return RequestRejected(failure.code, failure.message, param=param)

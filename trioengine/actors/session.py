@@ -24,6 +24,7 @@ from trioengine.core.sampling_params import (
     merged_params,
     sampling_checked,
 )
+from trioengine.core.tools import ToolChoice, asked_tools
 from trioengine.core.types import Cause, Completion
 from trioengine.text.chat_template import checked_variables
 from trioengine.text.conversation import Prompt
@@ -101,6 +102,9 @@ class Session(AsyncOnly):
         params: SamplingParams | None = None,
         *,
         media: Sequence[Media] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
         keep_partial: bool = False,
         timeout: float | None = None,
         wait: bool | None = None,
@@ -111,6 +115,9 @@ class Session(AsyncOnly):
 
         `media` are images, before the text of the last message: bytes of a PNG, JPEG, WebP or GIF file, paths, or PIL
         images. They are copied out of this process's memory while the request is entered, and not referred to after it.
+        `tools` are functions that the model may call, as chat completions have them; `tool_choice` and
+        `parallel_tool_calls` as well: "required" and a function's name force calls, by a grammar. The calls are in
+        `completion.tool_calls`, and their outputs go back as messages of the role `tool` in the next prompt.
         `timeout` in seconds runs from this call to the outcome; when it passes, the request is aborted, and TimedOut
         raised with the part that was received, even if the worker hangs. `wait` decides whether the request waits,
         within `timeout` and in the order of arrival, instead of raising EngineOverloaded or EngineAsleep: None, for a
@@ -120,7 +127,9 @@ class Session(AsyncOnly):
         request runs, SessionEnded, EngineClosed, and RequestRejected for a bad prompt.
         """
         deadline, params = deadline_after(timeout), merged_params(params, options)
-        state = self._state
+        state, asked = self._state, None
+        if tools is not None or tool_choice != "auto" or parallel_tool_calls is not True:
+            asked = asked_tools(tools, tool_choice, parallel_tool_calls, params)
         request = Request(
             params,
             session=state,
@@ -129,6 +138,7 @@ class Session(AsyncOnly):
             deadline=deadline,
             wait=wait,
             label=label,
+            tools=asked,
         )
         generation = Generation(request, partial(admit, self._runtime, state, request, prompt, media))
         for observer in self._runtime.observers:
@@ -143,6 +153,9 @@ class Session(AsyncOnly):
         params: SamplingParams | None = None,
         *,
         media: Sequence[Media] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
         keep_partial: bool = False,
         timeout: float | None = None,
         wait: bool | None = None,
@@ -152,7 +165,16 @@ class Session(AsyncOnly):
         """One whole answer: `generate` and `result` in one. Cancelled, the request is aborted."""
         params = merged_params(params, options)
         entering = self.generate(
-            prompt, params, media=media, keep_partial=keep_partial, timeout=timeout, wait=wait, label=label
+            prompt,
+            params,
+            media=media,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            keep_partial=keep_partial,
+            timeout=timeout,
+            wait=wait,
+            label=label,
         )
         del prompt, media  # this frame lives as long as the answer takes, and must not keep an image
         async with entering as generation:

@@ -24,7 +24,7 @@ from trioengine.actors.gate import Gate
 from trioengine.actors.images import HeldPayloads, ImageStore, RequestImages, find_dropped
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
-from trioengine.actors.request import Request, error_of
+from trioengine.actors.request import Request
 from trioengine.aio.concurrency import NEVER, Deadline
 from trioengine.core.checks import check_history, check_label, check_wait
 from trioengine.core.errors import (
@@ -312,7 +312,7 @@ class SessionActor:
         """A row of a step, received at `now`."""
         self._attachment.receive(row.token_ids)
         request = self._in_flight()
-        if not request.receive_prompt(row):
+        if row.prompt_logprobs is not None and not request.receive_prompt(row, row.prompt_logprobs):
             return  # the answer has not begun
         if request.state is not RequestState.RUNNING:  # the first row of this attachment's answer
             self._begin_answer(request, row)
@@ -333,7 +333,7 @@ class SessionActor:
 
     def on_failed(self, message: RequestFailed) -> None:
         """REQUEST_FAILED."""
-        self._in_flight().set_outcome(Outcome(FinishReason.ERROR, error=error_of(message)))
+        self._in_flight().fail(message)
         self._finish()
 
     def _finish(self) -> None:

@@ -52,6 +52,7 @@ class Supervisor:
         self.restarts = 0  # of these, in place of one that was lost
         self.retired = 0
         self.current: Incarnation | None = None
+        self.spawned = trio.Event()  # the first worker
         self.last_loss: EngineError | None = None
         self._config = config
         self._ports = ports
@@ -146,6 +147,7 @@ class Supervisor:
     async def _run_incarnation(self) -> bool:
         """Whether the worker is to retire."""
         process = await self._ports.spawn_worker()
+        self.spawned.set()
         incarnation = self.current = Incarnation(self._config, process, self._dispatch)
         if self._shutdown.is_set():
             incarnation.end()

@@ -215,7 +215,7 @@ def status(connect: Connect = LOCAL_SERVER, admin_key: AdminKey = None, json: Js
 @with_options()
 def pull(model: Model = DEFAULT_MODEL) -> None:
     """Fetch a model and print its path."""
-    from trioengine.cli.progress import download_bar
+    from trioengine.cli.bars import download_bar
     from trioengine.hub.pull import check_magic, resolve
 
     with download_bar() as progress:

@@ -292,16 +292,28 @@ def _print_fact(name: str, value: Any) -> None:
         for inner, its_value in value.items():
             _print_fact(inner, its_value)
         return
-    if name.endswith("_bytes") and isinstance(value, int):
-        value = f"{value / 1e9:.2f} GB" if value >= _GB else f"{value / 1e6:.0f} MB"
-    if isinstance(value, list):
-        value = ", ".join(str(entry) for entry in value) or "none"
-    if isinstance(value, bool):
-        value = "yes" if value else "no"
-    if value is None:
-        value = _ABSENT.get(name, "-")
-    label = _LABELS.get(name) or name.removesuffix("_bytes").replace("_", " ")
-    print(f"  {label:{_TITLE_WIDTH}} {printable(str(value))}")
+    print(f"  {_label(name):{_TITLE_WIDTH}} {printable(_words(name, value))}")
+
+
+def _label(name: str) -> str:
+    return _LABELS.get(name) or name.removesuffix("_bytes").replace("_", " ")
+
+
+def _words(name: str, value: Any) -> str:
+    match value:
+        case None:
+            return _ABSENT.get(name, "-")
+        case bool():
+            return "yes" if value else "no"
+        case int() if name.endswith("_bytes"):
+            return f"{value / 1e9:.2f} GB" if value >= _GB else f"{value / 1e6:.0f} MB"
+        case [] | [str(), *_]:
+            return ", ".join(value) or "none"
+        case [*entries]:
+            return "; ".join(_words(name, entry) for entry in entries)
+        case dict():
+            return ", ".join(f"{_label(inner)} {_words(inner, its_value)}" for inner, its_value in value.items())
+    return str(value)
 
 
 _UNLIMITED = 1 << 60  # bytes; control groups of version 1 write a number beyond this for no limit

@@ -26,7 +26,7 @@ HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
     "chunked_prefill_size": "Tokens of prompts in one step; without it 512 on the CPU, and no limit on a GPU.",
     "block_size": "Tokens in a block of the KV cache.",
     "kv_cache_memory": "Bytes; without it a quarter of the free memory, at most 4 GiB, on the CPU.",
-    "gpu_memory_utilization": "Share of a GPU's memory, without --kv-cache-memory.",
+    "gpu_memory_utilization": "Share of a GPU's memory for weights and KV cache, without --kv-cache-memory.",
     "enable_prefix_caching": "Reuse the computation of prompts that begin alike.",
     "encoder_cache_memory": "Bytes of encoded images that are kept for later requests.",
     "payload_memory": "Bytes of images on their way to the worker, or kept for later turns.",

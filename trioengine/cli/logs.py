@@ -19,7 +19,7 @@ from trioengine.actors.supervisor import LOSS_FIELDS
 from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.cli.errors import json_record
 from trioengine.core.wording import printable, printable_lines
-from trioengine.serve.access_log import CONTEXT, FIELDS, ContextFilter
+from trioengine.serve.log_fields import CONTEXT, FIELDS, ContextFilter
 
 
 def configure_logs(level: str, *, as_json: bool) -> None:

@@ -1,43 +1,18 @@
-"""Progress bars on stderr, for a download and for loading, each shown only while there is one."""
+"""The progress of a start, reported to bars on stderr; the library that draws them is imported at the first report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.text import Text
-
-_MIN_BYTES = 1 << 20  # of a meaningful estimate; pip's small files come before
-
-
-class _Estimate(ProgressColumn):
-    """Shows another column once enough bytes have come for a meaningful estimate."""
-
-    def __init__(self, column: TransferSpeedColumn | TimeRemainingColumn) -> None:
-        super().__init__()
-        self._column = column
-
-    def render(self, task: Task) -> Text:
-        return self._column.render(task) if task.completed >= _MIN_BYTES else Text("")
-
-
-OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes
+if TYPE_CHECKING:
+    from trioengine.cli.bars import OnProgress
 
 
 class Bars(NamedTuple):
-    """The callbacks of both bars; another thread may call them."""
+    """The callbacks of both bars; another thread may call them, one at a time."""
 
     download: OnProgress
     loading: OnProgress
@@ -46,58 +21,18 @@ class Bars(NamedTuple):
 @contextmanager
 def progress_bars() -> Iterator[Bars]:
     """Both bars, for `open_engine(config, on_progress=bars.download, on_load=bars.loading)`."""
-    with download_bar() as download, loading_bar() as loading:
-        yield Bars(download, loading)
+    with ExitStack() as shown:
 
+        @cache
+        def download() -> OnProgress:
+            from trioengine.cli.bars import download_bar
 
-@contextmanager
-def download_bar() -> Iterator[OnProgress]:
-    """A bar for a download; a file or a pipe gets one line at its end."""
-    columns = (
-        TextColumn("fetching the model"),
-        BarColumn(),
-        DownloadColumn(),
-        _Estimate(TransferSpeedColumn()),
-        _Estimate(TimeRemainingColumn()),
-    )
-    with _shown(Progress(*columns, console=_stderr(), redirect_stdout=False, redirect_stderr=False)) as progress:
-        yield progress
+            return shown.enter_context(download_bar())
 
+        @cache
+        def loading() -> OnProgress:
+            from trioengine.cli.bars import loading_bar
 
-@contextmanager
-def loading_bar() -> Iterator[OnProgress]:
-    """A bar for the loading of the weights: on a terminal only, and removed when they are loaded."""
-    console = _stderr()
-    if not console.is_terminal:
-        yield lambda done, total: None
-        return
-    columns = (TextColumn("loading the model"), BarColumn(), DownloadColumn())
-    bar = Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False, transient=True)
-    with _shown(bar) as progress:
-        yield progress
+            return shown.enter_context(loading_bar())
 
-
-def _stderr() -> Console:
-    return Console(stderr=True)
-
-
-@contextmanager
-def _shown(bar: Progress) -> Iterator[OnProgress]:
-    """Show the bar from the first call of the callback to the last."""
-
-    def progress(done: int, total: int) -> None:
-        if not bar.task_ids:
-            bar.add_task("", total=total)
-            bar.start()
-        bar.update(bar.task_ids[0], completed=done, total=total)
-        if bar.finished:
-            stop()
-
-    def stop() -> None:
-        if bar.live.is_started:
-            bar.stop()
-
-    try:
-        yield progress
-    finally:
-        stop()
+        yield Bars(lambda done, total: download()(done, total), lambda done, total: loading()(done, total))

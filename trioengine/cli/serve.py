@@ -20,14 +20,15 @@ import trio
 from trioengine.actors.engine import Engine
 from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.cli.logs import configure_logs, log_what_python_prints, logged_workers
+from trioengine.cli.progress import Bars, progress_bars
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError
 from trioengine.hub.pull import locate
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.server import Server, serve
+from trioengine.serve.startup import serve
 
 if TYPE_CHECKING:
-    from trioengine.cli.progress import Bars
+    from trioengine.serve.server import Server
 
 logger = logging.getLogger("trioengine")
 
@@ -41,14 +42,7 @@ def run_server(
         log_what_python_prints()
     raise_fd_limit()
     locate(config.model)  # raises before the server listens, if the name cannot be a model's
-    trio.run(_serve_with_log, config, serve_config, nullcontext() if log_json else _bars())
-
-
-def _bars() -> AbstractContextManager[Bars]:
-    """Progress bars. They are not JSON, and a server without them does not import their library."""
-    from trioengine.cli.progress import progress_bars
-
-    return progress_bars()
+    trio.run(_serve_with_log, config, serve_config, nullcontext() if log_json else progress_bars())
 
 
 async def _serve_with_log(

@@ -24,6 +24,7 @@ from trioengine.core.errors import (
     TimedOut,
 )
 from trioengine.core.sampling_params import Overflow, SamplingOptions, SamplingParams, merged_params, sampling_checked
+from trioengine.core.tools import ToolChoice, asked_tools
 from trioengine.core.types import Cause, Completion
 from trioengine.core.wording import brief, counted
 
@@ -82,6 +83,9 @@ class Client:
         params: SamplingParams | None = None,
         *,
         media: Sequence[Media] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
         timeout: float | None = None,
         wait: bool | None = None,
         label: str | None = None,
@@ -99,6 +103,7 @@ class Client:
             conversation=state.conversation,
             requests=self._requests,
             opening=state.opening,
+            tools=asked_tools(tools, tool_choice, parallel_tool_calls, params),
         )
         generation = Generation(request, partial(state.enter, request, prompt, media))
         self._requests.add(request)

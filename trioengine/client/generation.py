@@ -10,9 +10,9 @@ settled when the server has finished the response, or never began it; then the s
 from __future__ import annotations
 
 import enum
-import itertools
 import math
 from copy import copy
+from itertools import chain, count
 from typing import Any
 
 import trio
@@ -20,12 +20,14 @@ import trio
 from trioengine.actors import generation
 from trioengine.actors.waiting_line import NOT_NOW, waits_for
 from trioengine.aio.concurrency import Deadline
-from trioengine.client.conversation import Conversation
-from trioengine.client.problems import length_of, outcome_of, placed, usage_of
+from trioengine.client.answer import Answer
+from trioengine.client.conversation import Conversation, Prepared, index_of
+from trioengine.client.problems import outcome_of, placed, usage_of
 from trioengine.client.prompt import Message, rendered
 from trioengine.core.checks import PromptPlaces
 from trioengine.core.errors import EngineError, Outcome, RequestRejected, TimedOut
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.tools import NO_ANSWER, AskedTools, answer_fields
 from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Usage
 
 
@@ -64,19 +66,22 @@ class RequestProxy(generation.ReadableRequest):
         conversation: Conversation,
         requests: Requests,
         opening: trio.CancelScope | None = None,
+        tools: AskedTools | None = None,
     ) -> None:
         super().__init__(params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
         self.stage = Stage.NONE
         self.response_id: str | None = None  # the server's
         self.is_kept = False  # whether its turn is committed
+        self.tools = tools
         self._places = places
         self._conversation = conversation
         self._posts = conversation.posts
         self._requests = requests
         self._opening = opening  # of a session that is opened for this request only
         self._messages: list[Message] = []
-        self._item_ids: list[str] = []  # of the messages
-        self._answer_id: str | None = None  # the item of the answer
+        self._item_ids: list[tuple[str, ...]] = []  # of each message
+        self._answer = Answer()
+        self._kept_ids: list[str] = []  # the items of the answer that are committed
         self._ask_id = ""  # the event that asked for the response
         self._problem: EngineError | None = None  # in an error event about the response
         self._refusal: EngineError | None = None  # the engine has not taken the request
@@ -85,8 +90,7 @@ class RequestProxy(generation.ReadableRequest):
         self._cancel_sent = False
         self._usage = Usage(0, 0, 0)
         self._dropped_turns = 0
-        self._pieces: list[str] = []  # of the answer
-        self._num_read = 0  # of the pieces
+        self._num_read = 0  # of the texts of the answer
 
     # ---- read by the handle and the session -----------------------------------------------------------------------
 
@@ -97,27 +101,38 @@ class RequestProxy(generation.ReadableRequest):
 
     @property
     def has_unread(self) -> bool:
-        return self._num_read < len(self._pieces)
+        return self._num_read < len(self._answer.texts) or self._answer.calls.has_unread
 
     def read_nowait(self) -> Chunk:
-        """Take the unread text as one chunk."""
-        return Chunk(self.read_text_nowait(), ())
+        """Take the unread text, and parts of calls, as one chunk."""
+        calls = self._answer.calls.read()
+        return Chunk(self.read_text_nowait(), (), tool_calls=calls)
 
     def read_text_nowait(self) -> str:
         """Take the unread text."""
-        text, self._num_read = "".join(self._pieces[self._num_read :]), len(self._pieces)
+        texts = self._answer.texts
+        text, self._num_read = "".join(texts[self._num_read :]), len(texts)
         return text
 
     @property
     def text(self) -> str:
         """The text received so far, read or not."""
-        return "".join(self._pieces)
+        return self._answer.text
 
     def completion(self, outcome: Outcome) -> Completion:
         """The answer with this outcome."""
         assert self.id is not None, "aborting and entering take an id"
-        reason, cause = outcome.finish_reason, outcome.cause
-        return Completion(self.id, self.text, (), None, reason, cause, self._usage, dropped_turns=self._dropped_turns)
+        return Completion(
+            request_id=self.id,
+            text=self.text,
+            token_ids=(),
+            logprobs=None,
+            finish_reason=outcome.finish_reason,
+            cause=outcome.cause,
+            usage=self._usage,
+            dropped_turns=self._dropped_turns,
+            tool_calls=self._answer.calls.whole,
+        )
 
     def timed_out(self) -> TimedOut:
         """The error of a request that its timeout has aborted."""
@@ -140,10 +155,10 @@ class RequestProxy(generation.ReadableRequest):
         if not self.settled.is_set():
             self._requests.add(self)
 
-    def post_prompt(self, messages: list[Message], events: dict[str, str]) -> None:
+    def post_prompt(self, messages: list[Message], prepared: Prepared) -> None:
         """Post the prepared items of the prompt."""
-        self._messages, self._item_ids = messages, list(events)
-        self._conversation.create(events)
+        self._messages, self._item_ids = messages, prepared.item_ids
+        self._conversation.create(prepared.events)
 
     async def ask(self, fields: dict[str, Any], events: dict[str, str]) -> None:
         """Post the request, and wait until the engine takes or refuses it, or it is aborted."""
@@ -163,7 +178,7 @@ class RequestProxy(generation.ReadableRequest):
             if self._bad_message is None:
                 await trio.sleep(refusal.retry_after)
             else:  # post the whole prompt again, to keep its order
-                self._conversation.delete(self._item_ids)
+                self._conversation.delete(events)
                 await trio.sleep(refusal.retry_after)
                 self._conversation.create(events)
 
@@ -182,7 +197,7 @@ class RequestProxy(generation.ReadableRequest):
 
     def check_refusal(self) -> None:
         """Raise the error of a request that failed before the engine took it."""
-        if self.outcome is not None and self.outcome.error is not None and self._answer_id is None:
+        if self.outcome is not None and self.outcome.error is not None and not self._answer.item_ids:
             raise copy(self.outcome.error)
 
     def leave(self) -> None:
@@ -228,16 +243,29 @@ class RequestProxy(generation.ReadableRequest):
         """Process an event about the response."""
         match event["type"]:
             case "response.output_text.delta":
-                if self.outcome is None and self._bad_message is None and event["delta"]:
-                    self._pieces.append(event["delta"])
+                if not self._is_over and event["delta"]:
+                    self._answer.add_text(event["item_id"], event["delta"])
+                    self.notify_reader()
+            case "response.function_call_arguments.delta":
+                if not self._is_over:
+                    self._answer.add_arguments(event["delta"])
                     self.notify_reader()
             case "response.created":
                 self.stage, self.response_id = Stage.CREATED, event["response"]["id"]
             case "response.output_item.added":
-                self.stage, self._answer_id = Stage.ADMITTED, event["item"]["id"]
+                self.stage = Stage.ADMITTED
+                self._answer.add_item(event["item"], is_over=self._is_over)
                 self.changed.notify()
+            case "response.output_item.done":
+                if not self._is_over:
+                    self._answer.close_item(event["item"])
             case "response.done":
                 self._on_done(event["response"])
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the answer is not taken any more."""
+        return self.outcome is not None or self._bad_message is not None
 
     def on_error(self, event_id: object, error: EngineError, item_id: object) -> None:
         """Process an error about the event with this id, and perhaps about the item `item_id`."""
@@ -245,17 +273,17 @@ class RequestProxy(generation.ReadableRequest):
             self._problem = self._with_place(error, item_id)
             if self.stage is Stage.ASKED:  # the response was not created
                 self._on_refusal(self._bad_message or self._problem)
-        elif self.outcome is not None or self._bad_message is not None:
+        elif self._is_over:
             return  # over, or an earlier message was refused
-        elif event_id in {f"create_{id}" for id in self._item_ids}:
+        elif event_id in {f"create_{id}" for ids in self._item_ids for id in ids}:
             self._bad_message = self._with_place(error, str(event_id).removeprefix("create_"))
             self._post_cancel()
 
     def _with_place(self, error: EngineError, item_id: object) -> EngineError:
         """The error about this item, with its place in the call's arguments or in the history."""
-        if item_id not in self._item_ids:
+        index = index_of(item_id, self._item_ids)
+        if index is None:
             return self._conversation.with_place(error, item_id) if isinstance(item_id, str) else error
-        index = self._item_ids.index(item_id)
         named = placed(error, f"prompt[{index}]", self._messages[index])
         return self._places.rejection(named) if isinstance(named, RequestRejected) else named
 
@@ -269,18 +297,20 @@ class RequestProxy(generation.ReadableRequest):
         if outcome.error is not None:
             self._on_refusal(outcome.error)
             return
+        if outcome.finish_reason is FinishReason.STOP and self._answer.calls.whole:
+            outcome = Outcome(FinishReason.TOOL_CALLS)
         self._on_over(outcome)
         if self.is_kept:
-            if self._answer_id is not None and length_of(response) > len(self.text):
-                self._conversation.truncate(self._answer_id, len(self.text))
+            for item_id, length in self._answer.longer_ids(response["output"]):
+                self._conversation.truncate(item_id, length)
             self._conversation.drop(response.get("dropped_item_ids", ()))
 
     def _on_refusal(self, error: EngineError) -> None:
         """The server has ended the response with this error: a refusal if the engine has not taken the request."""
-        if self._bad_message is not None and self._answer_id is not None:
-            self._conversation.delete([self._answer_id])
-            self._answer_id = None
-        if self._answer_id is None and not self.is_stopping:
+        if self._bad_message is not None:
+            self._conversation.delete(self._answer.item_ids)
+            self._answer = Answer()
+        if not self._answer.item_ids and not self.is_stopping:
             self.stage, self._refusal = Stage.NONE, error
             self.changed.notify()
         elif self._abort_cause is not None:
@@ -292,8 +322,8 @@ class RequestProxy(generation.ReadableRequest):
         """The server has finished the response."""
         self.stage = Stage.NONE
         self._decide(outcome)
-        if self._answer_id is not None and not self.is_kept:
-            self._conversation.delete([self._answer_id])
+        kept = self._kept_ids if self.is_kept else ()
+        self._conversation.delete([id for id in self._answer.item_ids if id not in kept])
         self._settle()
 
     # ---- the outcome ----------------------------------------------------------------------------------------------
@@ -306,14 +336,15 @@ class RequestProxy(generation.ReadableRequest):
         """Set the outcome unless one is set, and commit the turn or take it back."""
         if self.outcome is not None:
             return
-        text = self.text
-        is_partial = outcome.finish_reason is FinishReason.ABORT and self.keep_partial and text != ""
+        answer = answer_fields(self.text, self._answer.calls.whole)
+        is_partial = outcome.finish_reason is FinishReason.ABORT and self.keep_partial and answer != NO_ANSWER
         self.is_kept = is_partial or outcome.is_complete
-        if self.is_kept and self._answer_id is not None:
-            messages = [*self._messages, {"role": "assistant", "content": text}]
-            self._conversation.commit(messages, [*self._item_ids, self._answer_id])
+        if self.is_kept and self._answer.item_ids:
+            self._kept_ids = self._answer.item_ids if outcome.is_complete else self._answer.kept_ids
+            messages = [*self._messages, {"role": "assistant", **answer}]
+            self._conversation.commit(messages, [*self._item_ids, tuple(self._kept_ids)])
         else:
-            self._conversation.delete(self._item_ids)
+            self._conversation.delete(chain.from_iterable(self._item_ids))
         self.set_outcome(outcome)
 
     def _settle(self) -> None:
@@ -328,7 +359,7 @@ class Requests:
     """All unsettled requests of one client, in the order in which they were entered; mints their ids."""
 
     def __init__(self) -> None:
-        self._ids = itertools.count(1)
+        self._ids = count(1)
         self._unsettled: dict[RequestProxy, None] = {}
 
     def mint(self) -> int:

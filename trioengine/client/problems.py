@@ -150,8 +150,3 @@ def usage_of(response: dict[str, Any]) -> Usage:
     usage = response.get("usage") or {}
     cached = (usage.get("input_token_details") or {}).get("cached_tokens", 0)
     return Usage(usage.get("input_tokens", 0), usage.get("output_tokens", 0), cached)
-
-
-def length_of(response: dict[str, Any]) -> int:
-    """The number of characters of the answer at the server."""
-    return sum(len(part["text"]) for item in response["output"] for part in item["content"])

@@ -6,23 +6,27 @@ import base64
 import dataclasses
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from trioengine.actors.media import file_size, unreadable
-from trioengine.core.checks import check_content, check_role, kind_of
+from trioengine.core.checks import check_role, content_of, kind_of
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import VISION_MODEL, BytesLike, image_url
 from trioengine.core.image_header import check_size, read_header
 from trioengine.core.sampling_params import Overflow, SamplingParams
+from trioengine.core.tools import AskedTools, checked_calls
 from trioengine.core.wording import brief
 
-Message: TypeAlias = dict[str, Any]  # role and content: a text, or a list of parts if it has images
+Message: TypeAlias = dict[str, Any]  # role and content, a text, or a list of parts with images; tools' calls, or an id
 
 MAX_EVENT = 1 << 20  # bytes that the server takes
+MAX_TOOLS = MAX_EVENT - (1 << 15)  # bytes of tools, beside the other fields of a response
 MAX_IMAGE_EVENT = 32 << 20  # where its model takes images
 _TRUNCATION: Mapping[Overflow, str] = {"refuse": "disabled", "drop_oldest_turns": "auto"}
+_TOOL = "tool"
+_MORE_KEYS = {_TOOL: "tool_call_id", "assistant": "tool_calls"}  # of messages, by their roles
 _PART_TYPES = {"system": "input_text", "user": "input_text", "assistant": "output_text"}
 
 
@@ -42,18 +46,31 @@ def chat_messages(prompt: object, name: str, media: Sequence[Media] = ()) -> lis
     if images:
         content = messages[-1]["content"]
         messages[-1]["content"] = [*images, *([_text(content)] if isinstance(content, str) else content)]
+    for index, message in enumerate(messages):
+        if message["role"] == _TOOL and not isinstance(message["content"], str):
+            raise _invalid(f"{name}[{index}].content", "cannot be sent: the output of a call has no images")
     return messages
 
 
 def _message(entry: object, name: str) -> Message:
     if not isinstance(entry, Mapping):
         raise _invalid(name, f"must be a message (token ids cannot be sent), got {type(entry).__name__}")
-    check_role(name, entry, _PART_TYPES)
+    check_role(name, entry, [*_PART_TYPES, _TOOL])
+    role, more = entry["role"], _MORE_KEYS.get(entry["role"], "")
     for key in entry:
-        if key not in ("role", "content"):
+        if key not in ("role", "content", more):
             raise _invalid(f"{name}.{key!s:.40}", "cannot be sent: a message has role and content")
-    check_content(name, entry)
-    return {"role": entry["role"], "content": _content(entry["content"], f"{name}.content")}
+    message = {"role": role, "content": _content(content_of(name, entry), f"{name}.content")}
+    if role == _TOOL:
+        return {**message, more: _call_id(entry.get(more), f"{name}.{more}")}
+    calls = checked_calls(entry[more], f"{name}.{more}") if entry.get(more) else ()
+    return {**message, more: [call.to_json() for call in calls]} if calls else message
+
+
+def _call_id(id: object, name: str) -> str:
+    if not isinstance(id, str) or not id:
+        raise _invalid(name, f"must be the id of the call that has this output, got {brief(id)}")
+    return id
 
 
 def _content(content: object, name: str) -> str | list[dict[str, Any]]:
@@ -82,8 +99,18 @@ def _text(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def item_of(message: Message, id: str) -> dict[str, Any]:
-    """The item of a conversation.item.create."""
+def items_of(message: Message, mint: Callable[[], str]) -> list[dict[str, Any]]:
+    """The items of a message, each for a conversation.item.create: calls are items of their own."""
+    if message["role"] == _TOOL:
+        output = {"call_id": message["tool_call_id"], "output": message["content"]}
+        return [{"id": mint(), "type": "function_call_output", **output}]
+    calls = message.get("tool_calls", ())
+    items = [_message_item(message, mint())] if message["content"] or not calls else []
+    called = [{"id": mint(), "type": "function_call", "call_id": call["id"], **call["function"]} for call in calls]
+    return [*items, *called]
+
+
+def _message_item(message: Message, id: str) -> dict[str, Any]:
     kind, content = _PART_TYPES[message["role"]], message["content"]
     parts: list[dict[str, Any]] = [_text(content)] if isinstance(content, str) else content
     shown = [
@@ -97,8 +124,8 @@ def _image_of(url: str) -> dict[str, str]:
     return {"type": "input_image", "image_url": url}
 
 
-def response_fields(params: SamplingParams, overflow: Overflow) -> dict[str, Any]:
-    """The fields of a response.create: the policy, and the parameters that are not at their defaults.
+def response_fields(params: SamplingParams, overflow: Overflow, tools: AskedTools | None) -> dict[str, Any]:
+    """The fields of a response.create: the policy, the tools, and the parameters that are not at their defaults.
 
     Raises RequestRejected for logprobs, of the answer or the prompt, and a grammar.
     """
@@ -112,7 +139,16 @@ def response_fields(params: SamplingParams, overflow: Overflow) -> dict[str, Any
     }
     if "max_tokens" in changed:
         changed["max_output_tokens"] = changed.pop("max_tokens")
-    return {**changed, "truncation": _TRUNCATION[overflow]}
+    return {**changed, "truncation": _TRUNCATION[overflow], **({} if tools is None else _tool_fields(tools))}
+
+
+def _tool_fields(tools: AskedTools) -> dict[str, Any]:
+    choice: Any = "required" if tools.is_forced else "auto"
+    return {
+        "tools": [{"type": "function", **function.to_json()} for function in tools.functions],
+        "tool_choice": choice if tools.chosen is None else {"type": "function", "name": tools.chosen},
+        "parallel_tool_calls": not tools.is_single,
+    }
 
 
 def check_sizes(events: Iterable[str], *, takes_images: bool) -> None:
@@ -120,6 +156,14 @@ def check_sizes(events: Iterable[str], *, takes_images: bool) -> None:
     if not takes_images and any(len(text) > MAX_EVENT for text in events):
         message = f"prompt: the server's model takes no images; {VISION_MODEL} does"
         raise RequestRejected("images_not_supported", message, param="prompt")
+
+
+def check_tools_size(fields: Mapping[str, Any]) -> None:
+    """Raise RequestRejected for tools that make the event of a response larger than the server takes."""
+    size = len(json.dumps(fields.get("tools", ())))
+    if size > MAX_TOOLS:
+        message = f"tools: {size} bytes of JSON are too large, the limit is {MAX_TOOLS}"
+        raise RequestRejected("too_large", message, param="tools")
 
 
 def rendered(name: str, event_id: str, fields: Mapping[str, Any], limit: int = MAX_EVENT) -> str:

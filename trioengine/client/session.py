@@ -16,10 +16,18 @@ import trio
 from trioengine.aio.calls import AsyncOnly, whole_answer
 from trioengine.aio.concurrency import NEVER, Deadline, deadline_after
 from trioengine.client.connection import Connection, Connections
-from trioengine.client.conversation import Conversation
+from trioengine.client.conversation import Conversation, Prepared
 from trioengine.client.generation import Generation, RequestProxy, Requests
 from trioengine.client.problems import error_of
-from trioengine.client.prompt import Media, Message, chat_messages, check_sizes, is_long, response_fields
+from trioengine.client.prompt import (
+    Media,
+    Message,
+    chat_messages,
+    check_sizes,
+    check_tools_size,
+    is_long,
+    response_fields,
+)
 from trioengine.core.checks import PromptPlaces, check_history, check_label, check_wait
 from trioengine.core.errors import EngineError, Outcome, SessionBusy, SessionEnded, TimedOut
 from trioengine.core.sampling_params import (
@@ -30,6 +38,7 @@ from trioengine.core.sampling_params import (
     merged_params,
     sampling_checked,
 )
+from trioengine.core.tools import ToolChoice, asked_tools
 from trioengine.core.types import Cause, Completion, FinishReason
 
 
@@ -100,6 +109,9 @@ class Session(AsyncOnly):
         params: SamplingParams | None = None,
         *,
         media: Sequence[Media] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
         keep_partial: bool = False,
         timeout: float | None = None,
         wait: bool | None = None,
@@ -111,7 +123,8 @@ class Session(AsyncOnly):
         The arguments are as in the engine's Session.generate; a request that waits asks the server again after the
         time that the refusal names, and `client.abort` ends it by its `label`. `media` are sent as files, PIL images as
         PNG; `history` has them as data URLs. Entering raises SessionBusy while another request runs, SessionEnded,
-        EngineClosed or ConnectionLost when the session is over, and RequestRejected for a bad prompt.
+        EngineClosed or ConnectionLost when the session is over, and RequestRejected for a bad prompt. With `tools`
+        entering waits for the first part of the answer, whose first item reports that the engine has the request.
         """
         deadline, params = deadline_after(timeout), merged_params(params, options)
         request = RequestProxy(
@@ -123,6 +136,7 @@ class Session(AsyncOnly):
             label=label,
             conversation=self._state.conversation,
             requests=self._state.requests,
+            tools=asked_tools(tools, tool_choice, parallel_tool_calls, params),
         )
         return Generation(request, partial(self._state.enter, request, prompt, media))
 
@@ -134,6 +148,9 @@ class Session(AsyncOnly):
         params: SamplingParams | None = None,
         *,
         media: Sequence[Media] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
         keep_partial: bool = False,
         timeout: float | None = None,
         wait: bool | None = None,
@@ -143,7 +160,16 @@ class Session(AsyncOnly):
         """One whole answer: `generate` and `result` in one. Cancelled, the request is aborted."""
         params = merged_params(params, options)
         async with self.generate(
-            prompt, params, media=media, keep_partial=keep_partial, timeout=timeout, wait=wait, label=label
+            prompt,
+            params,
+            media=media,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            keep_partial=keep_partial,
+            timeout=timeout,
+            wait=wait,
+            label=label,
         ) as generation:
             return await generation.result()
 
@@ -205,10 +231,10 @@ class SessionProxy:
             raise RuntimeError("a session is entered once")
         self.entered = True
         history = [] if self._initial_history is None else chat_messages(self._initial_history, "history")
-        events = self.conversation.prepared(history)
+        prepared = self.conversation.prepared(history)
         try:
             with self.opening:
-                await self._connect(history, events)
+                await self._connect(history, prepared)
             if self.opening.cancelled_caught:
                 if self._loss is None:
                     self.end()  # the request that it is opened for was aborted, or the session has ended already
@@ -217,10 +243,10 @@ class SessionProxy:
             self.end()
             raise
 
-    async def _connect(self, history: list[Message], events: dict[str, str]) -> None:
+    async def _connect(self, history: list[Message], prepared: Prepared) -> None:
         self.id = await self._connections.start(self.connection, wait=self._wait, deadline=self._deadline)
-        check_sizes(events.values(), takes_images=self.connection.takes_images)
-        self.conversation.replace(history, events)
+        check_sizes(prepared.events.values(), takes_images=self.connection.takes_images)
+        self.conversation.replace(history, prepared)
         with trio.move_on_at(self._deadline.at):
             await self.conversation.confirmed()
             return
@@ -265,25 +291,24 @@ class SessionProxy:
         Return when the engine has taken it, or it was aborted. Raises SessionBusy, SessionEnded, the server's refusal
         and the loss of the connection.
         """
-        messages, events = await self._prepared(prompt, media)
+        messages, prepared = await self._prepared(prompt, media)
         del prompt, media  # this frame lives as long as the request waits for its turn
-        fields = response_fields(request.params, self._overflow)
+        fields = response_fields(request.params, self._overflow, request.tools)
+        check_tools_size(fields)
         self._check_open()
-        check_sizes(events.values(), takes_images=self.connection.takes_images)
+        check_sizes(prepared.events.values(), takes_images=self.connection.takes_images)
         request.register()
         self._entering[request] = None
         self.connection.start_soon(request.expire)
         try:
             with request.entering:
-                while self._in_flight is not None and self._in_flight.is_stopping:
-                    await self._in_flight.settled.wait()
-                await self.conversation.confirmed()
+                await self._turn()
                 if request.outcome is not None:
                     return  # aborted before its turn came
                 self._check_idle()
                 self._request = request
-                request.post_prompt(messages, events)
-                await request.ask(fields, events)
+                request.post_prompt(messages, prepared)
+                await request.ask(fields, prepared.events)
             if request.outcome is None:
                 self._check_open()  # the end of the session has cancelled the scope
         except EngineError:
@@ -296,10 +321,17 @@ class SessionProxy:
             del self._entering[request]
         request.check_refusal()
 
-    async def _prepared(self, prompt: Any, media: Sequence[Media]) -> tuple[list[Message], dict[str, str]]:
-        """The messages of a prompt, and the events that create their items."""
+    async def _turn(self) -> None:
+        """Wait until the server has the history, and has ended the request before if that was stopped."""
+        await self.conversation.confirmed()
+        while (request := self._in_flight) is not None and request.is_stopping:
+            await request.settled.wait()
+            await self.conversation.confirmed()
 
-        def prepare() -> tuple[list[Message], dict[str, str]]:
+    async def _prepared(self, prompt: Any, media: Sequence[Media]) -> tuple[list[Message], Prepared]:
+        """The messages of a prompt, and their items."""
+
+        def prepare() -> tuple[list[Message], Prepared]:
             messages = chat_messages(prompt, "prompt", media)
             return messages, self.conversation.prepared(messages)
 

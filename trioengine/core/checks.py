@@ -134,10 +134,16 @@ def kind_of(prompt: object) -> str:
     return type(prompt).__name__ + ("; put a message into a list" if isinstance(prompt, Mapping) else "")
 
 
-def check_content(name: str, message: Mapping[str, Any]) -> None:
-    """Raise RequestRejected unless the message, called `name` in the error, has a content."""
+def content_of(name: str, message: Mapping[str, Any]) -> object:
+    """Return the content of a message, called `name` in the error; "" for null beside calls of tools.
+
+    Raises RequestRejected if it is missing.
+    """
+    if message.get("content") is None and message.get("tool_calls"):
+        return ""
     if "content" not in message:
         raise rejected(f"{name}.content", f"is missing: the message has {brief(list(message))}")
+    return message["content"]
 
 
 def check_seconds(timeout: object) -> float:

@@ -247,6 +247,8 @@ class Connection:
                 continue
             if row.finish_reason is FinishReason.ERROR:
                 raise _Violation("with a row that ends in an error, which REQUEST_FAILED reports")
+            if row.finish_reason is FinishReason.TOOL_CALLS:
+                raise _Violation("with a row that ends in tool calls, which the engine finds in the answer")
             if row.usage is None:
                 raise _Violation("with a last row that has no usage")
             finished.append(attachment)

@@ -173,7 +173,7 @@ class Outcome:
     @property
     def is_complete(self) -> bool:
         """Whether the answer came to its own end."""
-        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS)
 
 
 class ProtocolError(EngineError):

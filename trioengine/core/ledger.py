@@ -40,7 +40,8 @@ class Ledger:
 
     @property
     def finished(self) -> int:
-        return self.finish_reasons[FinishReason.STOP] + self.finish_reasons[FinishReason.LENGTH]
+        reasons = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS)
+        return sum(self.finish_reasons[reason] for reason in reasons)
 
     @property
     def aborted(self) -> int:

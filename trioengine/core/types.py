@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 from trioengine.core.wording import brief
 
@@ -25,10 +25,11 @@ token_ids: Callable[..., TokenIds] = partial(array, "i")  # packs an iterable of
 
 
 class FinishReason(enum.StrEnum):
-    """Why an answer ended. ERROR is never in a row of TOKENS: REQUEST_FAILED reports errors."""
+    """Why an answer ended. Rows of TOKENS never have ERROR, which REQUEST_FAILED reports, nor TOOL_CALLS."""
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"  # it ended by itself, with calls of tools
     ABORT = "abort"
     ERROR = "error"
 
@@ -96,10 +97,34 @@ def _refusal(how: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function by the model. `arguments` is JSON of an object; the output goes back under the `id`."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the call as an entry of `tool_calls` in a chat message."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """The next part of a call: more of its arguments. `index` is the call's place among the answer's calls."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
 class Chunk(NamedTuple):
     """The next part of an answer; `logprobs` holds one `{token_id: logprob}` a token, if requested.
 
-    `prompt_logprobs` holds one for each token of the prompt, if requested, in the first chunk only.
+    `prompt_logprobs` holds one for each token of the prompt, if requested, in the first chunk only. `tool_calls` are
+    the parts of calls that came, which are not part of the text.
     Chunks from a server reached over the network have no token ids: `()`.
     """
 
@@ -107,6 +132,7 @@ class Chunk(NamedTuple):
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +144,8 @@ class Completion(Restricted, refuses=("for", "async for")):
     counts the oldest turns that were left out of the prompt. `stop_reason` is the stop string or the token of
     `stop_token_ids` that ended the answer, None for another end; `decode_time` is in seconds, from the first token to
     the last. Over the network they are None and 0. `prompt_logprobs` are also None if the request ended before its
-    prompt was computed.
+    prompt was computed. `tool_calls` are the whole calls in the answer to a request with tools; `text` leaves them out.
+    If the answer ended by itself and has some, `finish_reason` is `tool_calls`.
     """
 
     _noun = "a completion"
@@ -137,6 +164,7 @@ class Completion(Restricted, refuses=("for", "async for")):
     stop_reason: int | str | None = None
     decode_time: float = 0.0
     prompt_logprobs: PromptLogprobs | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
     def __repr__(self) -> str:
         ended = str(self.finish_reason) if self.cause is None else f"{self.finish_reason} ({self.cause})"

@@ -1,1 +1,1 @@
-"""The network front: one port for HTTP and WebSocket. `server.serve` runs it, `config.ServeConfig` configures it."""
+"""The network front: one port for HTTP and WebSocket. `startup.serve` runs it, `config.ServeConfig` configures it."""

@@ -1,7 +1,6 @@
-"""The access log: one line for each request, without its contents, query or headers, and the fields of log records.
+"""The access log: one line for each request, without its contents, query or headers.
 
-Each request has an id, the client's own or a new one, by which its records and its response are found. Tasks inherit
-the fields `request_id`, `session` and `client` from the task that starts them.
+Each request has an id, the client's own or a new one, by which its records and its response are found.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import trio
 
@@ -19,15 +17,9 @@ from trioengine.serve.errors import Problem
 from trioengine.serve.http import BadRequest, HttpRequest
 from trioengine.serve.http_connection import HttpConnection
 from trioengine.serve.ids import new_id
+from trioengine.serve.log_fields import FIELDS, REQUEST_ID, SESSION
 
 logger = logging.getLogger("trioengine.access")
-REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
-SESSION: ContextVar[str | None] = ContextVar("session", default=None)
-CLIENT: ContextVar[str | None] = ContextVar("client", default=None)
-_VARIABLES = (REQUEST_ID, SESSION, CLIENT)
-CONTEXT = tuple(variable.name for variable in _VARIABLES)  # fields of every record
-ERROR_FIELDS = ("error_type", "error_code", "error_message")
-FIELDS = ("method", "path", "status", "milliseconds", *ERROR_FIELDS)  # more fields of an access log's record
 HEADER = b"x-request-id"
 PROBES = {"/health": (200, 503), "/ready": (200, 503), "/metrics": (200,)}  # with these statuses logged at debug
 _USABLE = re.compile(rb"(?:(?![][(){}<>=\"'`])[!-~]){1,128}")  # an id that cannot be taken for another part of a line
@@ -36,25 +28,6 @@ _MAX_PATH = 200  # characters
 _MAX_MESSAGE = 400
 # the end of a message that quotes the request: a value, or a name in its query
 _QUOTED = re.compile(r"(, got | raised: |(?<=unknown parameter) ').*", re.DOTALL)
-
-
-@contextmanager
-def set_field(variable: ContextVar[str | None], value: str | None) -> Iterator[None]:
-    """Set a field of this task's log records within the block."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-class ContextFilter(logging.Filter):
-    """Adds the fields `request_id`, `session` and `client` to each record that passes."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        for variable in _VARIABLES:
-            setattr(record, variable.name, variable.get())
-        return True
 
 
 def request_id(request: HttpRequest) -> str:

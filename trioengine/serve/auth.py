@@ -37,10 +37,10 @@ from trioengine.serve.http import (
     problem_response,
 )
 from trioengine.serve.key_sessions import KeySessions, SessionShare
+from trioengine.serve.listening import is_loopback
 
 Headers: TypeAlias = Iterable[tuple[bytes, bytes]]
 logger = logging.getLogger("trioengine")
-MIN_KEY_LENGTH = 16  # characters; shorter keys are warned about
 BEARER = b"bearer "
 API_KEY = b"x-api-key"  # a header that some clients send instead
 SUBPROTOCOL_PREFIX = b"openai-insecure-api-key."  # a browser's WebSocket has no other place for a key
@@ -146,13 +146,6 @@ class Keys:
         return found
 
 
-def warn_of_short_keys(config: ServeConfig) -> None:
-    """Log a warning for each option with a key that can be guessed; keys are not shown."""
-    for flag, keys in (("--api-key", config.api_key), ("--admin-key", config.admin_key)):
-        if any(len(key) < MIN_KEY_LENGTH for key in keys):
-            logger.warning("a key of %s has fewer than %d characters, and may be guessed", flag, MIN_KEY_LENGTH)
-
-
 def presented_key(request: HttpRequest) -> bytes | None:
     """Return the digest of the request's key; None unless it has exactly one. Authorization goes before X-Api-Key."""
     keys = [_strip_prefix(BEARER, value) for name, value in request.headers if name == b"authorization"]
@@ -178,14 +171,6 @@ def _digest(key: bytes) -> bytes:
 
 
 # ---- hosts and origins --------------------------------------------------------------------------------------------
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or an address without a port stands for this machine alone."""
-    try:
-        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def normal_host(host: str) -> str:

@@ -13,7 +13,7 @@ from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.core.grammar import Grammar
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.serve.chat_tools import Tools, parse_tools, with_calls, with_instructions
+from trioengine.serve.chat_tools import parse_tools, with_calls
 from trioengine.serve.errors import ClientError
 from trioengine.serve.parsing import as_served, either, load_body, load_object, shown
 from trioengine.serve.reading import check_supported, read, sampling_params, unknown_names
@@ -35,6 +35,7 @@ from trioengine.serve.shown import Shown
 from trioengine.text.prompt_end import OPTIONS, PromptEnd
 from trioengine.text.reasoning import AnswerForm, ReasoningForm
 from trioengine.text.tool_calls import HERMES, ToolForm, form_of
+from trioengine.text.tools import Tools, with_instructions
 
 # Fields without effect on an answer; any value will do.
 HARMLESS = frozenset(
@@ -132,7 +133,7 @@ def parse_chat_request(body: bytes, model: ServedModel) -> ChatRequest:
     check_model(given.model, model.name)
     check_supported(fields, UNSUPPORTED)
     tools, skipped = parse_tools(given, model.tool_form)
-    messages = engine_messages(given.messages, model)
+    messages: Sequence[Mapping[str, Any]] = engine_messages(given.messages, model)
     if tools is not None and not model.takes_tools:
         messages = with_instructions(messages, tools.instructions)
     grammar = _placed_grammar(given, tools)

@@ -23,13 +23,13 @@ from trioengine.core.checks import MAX_INT64
 from trioengine.core.errors import EngineError, RequestRejected, SessionEnded
 from trioengine.core.sampling_params import SamplingParams, replace_valid
 from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Usage
-from trioengine.serve.access_log import REQUEST_ID, SESSION
 from trioengine.serve.auth import salted
 from trioengine.serve.body import Body
 from trioengine.serve.chat_response import DONE, error_frames
 from trioengine.serve.errors import ClientError, RequestAborted, problem_of
 from trioengine.serve.http import Headers, HttpRequest, HttpResponse
 from trioengine.serve.limits import InFlight
+from trioengine.serve.log_fields import REQUEST_ID, SESSION
 from trioengine.serve.parsing import in_thread_if
 from trioengine.serve.response_bytes import ID_SIZE, ResponseBytes, size_of_logprobs
 from trioengine.serve.shown import Result, Shown

@@ -21,7 +21,7 @@ import trio
 from trio_websocket import ConnectionClosed
 from wsproto.utilities import ProtocolError
 
-from trioengine.serve.access_log import CLIENT, REQUEST_ID, SESSION, log_request, log_unreadable, set_field
+from trioengine.serve.access_log import log_request, log_unreadable
 from trioengine.serve.auth import Access, Caller, Role
 from trioengine.serve.body import CHUNK, DisconnectCounter, Disconnected, log_disconnect
 from trioengine.serve.config import ConnectionLimits
@@ -38,6 +38,8 @@ from trioengine.serve.http import (
 from trioengine.serve.http_connection import HttpConnection
 from trioengine.serve.ids import http_date
 from trioengine.serve.limits import ByteBudget, ConnectionSlot, ConnectionSlots, Displaced, Held, network_of
+from trioengine.serve.listening import format_address
+from trioengine.serve.log_fields import CLIENT, REQUEST_ID, SESSION, set_field
 from trioengine.serve.realtime.handshake import resumes
 from trioengine.serve.routes import REALTIME, Routes, find_handler, find_route, upgrade_required
 from trioengine.serve.tls import TlsStream
@@ -262,7 +264,7 @@ class ConnectionHandler:
     # ---- WebSockets -----------------------------------------------------------------------------------------------
 
     async def _serve_websocket(self, connection: _Connection, request: HttpRequest, caller: Caller, held: Held) -> None:
-        websocket = AcceptedWebSocket(connection.stream, self._largest_message, held)
+        websocket = AcceptedWebSocket(connection.stream, self._largest_message, held, connection.slot.lingering)
         refusal = _bad_handshake(request, connection.http.seen, websocket) or self._bad_upgrade(request, caller)
         if refusal is not None:
             raise BadRequest(refusal)
@@ -322,11 +324,6 @@ def enable_keepalive(stream: trio.abc.Stream) -> None:
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         with suppress(OSError):
             stream.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, int(USER_TIMEOUT * 1000))
-
-
-def format_address(host: str, port: int) -> str:
-    """Return host and port as they stand in a URL."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def peer_address(stream: trio.abc.Stream) -> str | None:

@@ -20,10 +20,10 @@ from trioengine.core.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     NUMBERS,
 )
+from trioengine.core.tools import MAX_TOOLS, NAME_PATTERN
 
 MAX_ID = 128  # characters
 MAX_METADATA = 16  # members
-MAX_TOOLS = 128
 MAX_N = 16
 
 
@@ -177,7 +177,7 @@ class StructuredOutputs(Struct):
 
 
 class Function(Struct):
-    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}(?!\\n)$")]
+    name: Annotated[str, Meta(pattern=NAME_PATTERN)]
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema of an object.")] = None
     strict: Annotated[bool | None, Meta(description="Without effect: forced calls always follow the schema.")] = None

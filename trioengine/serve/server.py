@@ -1,42 +1,33 @@
-"""The server: an engine and the connections of its clients, from the first to the last."""
+"""The server: the connections of its engine's clients, from the first to the last."""
 
 from __future__ import annotations
 
-import errno
-import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import trio
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.ports import Ports
-from trioengine.aio.concurrency import open_unwrapped_nursery
-from trioengine.core.config import EngineConfig
-from trioengine.core.errors import EngineError, InvalidConfig
 from trioengine.core.lifecycle import PowerEvent
 from trioengine.core.types import Cause
-from trioengine.core.wording import brief
 from trioengine.serve.admin import admin_routes
-from trioengine.serve.auth import Access, is_loopback, warn_of_short_keys
+from trioengine.serve.auth import Access
 from trioengine.serve.body import DisconnectCounter
 from trioengine.serve.chat import OPERATION as CHAT_COMPLETIONS
 from trioengine.serve.chat import ChatCompletions
 from trioengine.serve.completions import OPERATION as COMPLETIONS
 from trioengine.serve.completions import Completions
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.connection import ConnectionHandler, format_address
+from trioengine.serve.connection import ConnectionHandler
 from trioengine.serve.limits import ByteBudget, InFlight, clamp_to_fd_limit
+from trioengine.serve.listening import format_address
 from trioengine.serve.metrics import Metrics
 from trioengine.serve.models import model_routes
 from trioengine.serve.pages import pages
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT
 from trioengine.serve.realtime.endpoint import RealtimeEndpoint
 from trioengine.serve.routes import Routes, plain_routes, post
-from trioengine.serve.tls import tls_context
 from trioengine.serve.unknown_fields import UnknownFields
 from trioengine.text.reasoning import REASONING_FORMS
 from trioengine.text.tool_calls import FORMS
@@ -149,65 +140,3 @@ class Server:
             ),
             **routes,
         }
-
-
-async def serve(
-    config: EngineConfig | None = None,
-    serve_config: ServeConfig | None = None,
-    *,
-    ports: Ports | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-    on_load: Callable[[int, int], None] | None = None,
-    task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
-) -> None:
-    """Serve an engine until the server is drained or aborted, or this is cancelled. It listens before the model loads.
-
-    Connections beyond `max_connections`, or beyond the limit of file descriptors, are answered with 503. Raises
-    InvalidConfig for an address that other machines reach without a key, unless `insecure`, for a `weights_dir`
-    other than a directory, and for an unusable certificate; EngineError when it cannot listen, or the engine cannot
-    run.
-    """
-    serve_config = ServeConfig() if serve_config is None else serve_config
-    if serve_config.weights_dir is not None and not await trio.Path(serve_config.weights_dir).is_dir():
-        raise InvalidConfig.of("weights_dir", f"must be a directory, got {brief(serve_config.weights_dir)}")
-    host, port = serve_config.host, serve_config.port
-    if not (serve_config.has_keys or serve_config.insecure or is_loopback(host)):
-        with _listening_on(host, port):
-            await trio.socket.getaddrinfo(host, port)  # an unknown name raises another error
-        problem = f"{host} is reachable from other machines, and no key is set"
-        raise InvalidConfig.of("host", f"{problem}: give an --api-key, or --insecure to serve all of them")
-    tls = await trio.to_thread.run_sync(tls_context, serve_config)
-    warn_of_short_keys(serve_config)
-    engine = Engine(config, ports=ports, on_progress=on_progress, on_load=on_load)
-    server = Server(engine, serve_config, tls)
-    listeners = await _listen(host, port)
-    async with open_unwrapped_nursery() as nursery:
-        nursery.start_soon(partial(_run_engine, engine, nursery.cancel_scope))
-        try:
-            await server.run(listeners, task_status=task_status)
-        finally:
-            engine.close()
-
-
-async def _run_engine(engine: Engine, scope: trio.CancelScope) -> None:
-    await engine.run()
-    scope.cancel()
-
-
-async def _listen(host: str, port: int) -> list[trio.SocketListener]:
-    with _listening_on(host, port):
-        return await trio.open_tcp_listeners(port, host=host)
-
-
-@contextmanager
-def _listening_on(host: str, port: int) -> Iterator[None]:
-    """Raise errors of listening as an EngineError with a hint."""
-    try:
-        yield
-    except (OSError, ValueError) as exc:  # UnicodeError, for one, if it cannot be a name
-        why = getattr(exc, "strerror", None) or exc
-        if getattr(exc, "errno", None) == errno.EADDRINUSE:
-            why = f"{why}; choose another --port"
-        if isinstance(exc, socket.gaierror | UnicodeError):
-            why = f"{why}; choose another --host"
-        raise EngineError(f"cannot listen on {format_address(host, port)}: {why}") from exc

@@ -17,10 +17,9 @@ SILENCE = 0.05  # seconds
 _NO_PASSWORD = ""  # without one, OpenSSL would ask for it on the terminal
 
 
-def tls_context(config: ServeConfig) -> ssl.SSLContext | None:
-    """Return the context of a server with a certificate; None without. Raises InvalidConfig for unusable files."""
-    if config.ssl_certfile is None:
-        return None
+def tls_context(config: ServeConfig) -> ssl.SSLContext:
+    """Return the context of a server with a certificate. Raises InvalidConfig for unusable files."""
+    assert config.ssl_certfile is not None, "a server without one speaks HTTP"
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.set_alpn_protocols(["http/1.1"])
     fields = ("ssl_certfile",) if config.ssl_keyfile is None else ("ssl_certfile", "ssl_keyfile")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -28,9 +28,19 @@ _VIOLATION = "the frames break the rules of RFC 6455"
 
 
 class AcceptedWebSocket(WebSocketConnection):
-    """The server's end of a WebSocket. It leaves its stream open: the owner closes it once the client has read all."""
+    """The server's end of a WebSocket. It leaves its stream open: the owner closes it once the client has read all.
 
-    def __init__(self, stream: trio.abc.Stream, max_message_size: Callable[[], int], held: Held) -> None:
+    `lingering` is entered for the time of a close by the server.
+    """
+
+    def __init__(
+        self,
+        stream: trio.abc.Stream,
+        max_message_size: Callable[[], int],
+        held: Held,
+        lingering: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.lingering = lingering
         self.max_message_size = max_message_size  # bytes; called for each message, as it grows once the model is known
         self._protocol = WebSocketProtocol(max_message_size, held)
         super().__init__(
@@ -65,6 +75,11 @@ class AcceptedWebSocket(WebSocketConnection):
         if self.closed is not None:
             raise ConnectionClosed(self.closed)
         await self._send(TextMessages(messages))
+
+    async def aclose(self, code: int = 1000, reason: str | None = None) -> None:
+        """Send a close, and wait for the client's. Raises Displaced if the connection has to make room meanwhile."""
+        with self.lingering():
+            await super().aclose(code, reason)
 
     async def _handle_message_event(self, event: TextMessage | BytesMessage) -> None:
         self._max_message_size = self.max_message_size()

@@ -22,6 +22,8 @@ from trioengine.text.chat_template import NO_VARIABLES, ChatTemplate
 from trioengine.text.messages import IMAGE_PART, Message, text_part
 from trioengine.text.prompt_end import ADD_PROMPT, CONTINUE, PromptEnd, cut_at_mark, marked
 from trioengine.text.tokenizer import Tokenizer
+from trioengine.text.tool_calls import form_of
+from trioengine.text.tools import with_shown_calls
 
 _FIRST, _ESCAPE = 0x100000, "\U0010fffd"  # plane 16, private use; such characters in a content are escaped
 _PRIVATE = re.compile("[\U00100000-\U0010fffd]")
@@ -33,7 +35,7 @@ class ChatTokenizer:
 
     `images` is the preprocessing of images, None for a model of texts only. `image_refusal` is the reason, naming the
     `model`, why images are refused; it is empty if they are accepted. `takes_tools`: the template prints tools;
-    `prints_calls`: it prints an assistant's tool calls.
+    `prints_calls`: it prints an assistant's tool calls; `tool_form` is the form in which the model writes calls.
     `template_source` is empty without a template.
     """
 
@@ -54,6 +56,7 @@ class ChatTokenizer:
         self.takes_tools = template is not None and template.prints_tools()
         self.prints_calls = template is not None and template.prints_calls()
         self.template_source = "" if template is None else template.source
+        self.tool_form = form_of(self.template_source)
         self._takes_parts_only = template is not None and template.takes_parts_only()
         self._specials = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._placeholders = {text: chr(_FIRST + index) for index, text in enumerate(self._specials)}
@@ -128,6 +131,8 @@ class ChatTokenizer:
     def _protect_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as the template gets it: its parts have no images, as a handle is not a text."""
         protected: dict[str, Any] = {}
+        if "tool_calls" in message:
+            message = with_shown_calls(message, self.tool_form, takes_tools=self.takes_tools)
         for field, value in message.items():
             if isinstance(value, str):
                 protected[field] = self.protect(value)

@@ -27,6 +27,7 @@ from trioengine.text.chat_tokenizer import ChatTokenizer, PlacedImage, image_par
 from trioengine.text.messages import BYTES, Message, Turns, check_unicode, checked_messages, copied
 from trioengine.text.output import Detokenizer
 from trioengine.text.prompt_end import OPTIONS, PromptEnd, with_answer
+from trioengine.text.tools import Tools, with_instructions
 
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 
@@ -80,9 +81,10 @@ class Conversation:
         history: list[dict[str, Any]] = copied(self._messages)
         return history
 
-    def work(self, prompt: Prompt) -> int:
-        """Estimate the work of `prepare`, in characters and tokens of the committed turns and of the prompt."""
-        return _length(self._messages) + len(self._token_ids) + _length(prompt)
+    def work(self, prompt: Prompt, tools: Tools | None = None) -> int:
+        """Estimate the work of `prepare`, in characters and tokens of the committed turns, the prompt and the tools."""
+        shown = 0 if tools is None else sum(_measure([*tools.variable]))
+        return _length(self._messages) + len(self._token_ids) + _length(prompt) + shown
 
     def replace(self, history: Sequence[Message]) -> None:
         """Replace the whole conversation. Raises RequestRejected for bad messages, and then changes nothing."""
@@ -90,8 +92,10 @@ class Conversation:
         self.images = self._found(self._messages)
         self._token_ids, self._rendering, self._closing, self._is_raw = token_ids(), "", "", False
 
-    def prepare(self, prompt: Prompt, limit: int | None = None, retention_ratio: float = 1.0) -> Prepared:
-        """Return the conversation with this prompt, which `check_length` has accepted, added.
+    def prepare(
+        self, prompt: Prompt, limit: int | None = None, retention_ratio: float = 1.0, tools: Tools | None = None
+    ) -> Prepared:
+        """Return the conversation with this prompt, which `check_length` has accepted, and with these tools.
 
         With a `limit` in tokens, a chat that exceeds it loses its oldest turns, as few as possible, until it fits
         `retention_ratio` of the limit; where that is impossible, all turns but the newest. Raises RequestRejected,
@@ -112,14 +116,17 @@ class Conversation:
             raise RequestRejected("mixed_prompts", f"prompt: {problem}", param="prompt")
         messages = (*self._messages, *added)
         if limit is None:
-            return self._tokenized(messages)
+            return self._tokenized(messages, tools=tools)
         may_fit = retention_ratio < 1.0 and _least_tokens(messages, self.tokenizer) <= limit
-        if may_fit and len((whole := self._tokenized(messages)).token_ids) <= limit:
+        if may_fit and len((whole := self._tokenized(messages, tools=tools)).token_ids) <= limit:
             return whole
-        return self._shortened(Turns.of(messages), retained(limit, retention_ratio))
+        return self._shortened(Turns.of(messages), retained(limit, retention_ratio), tools)
 
-    def commit(self, prepared: Prepared, output: TokenIds, text: str) -> None:
-        """Add a turn: the prompt, and the output of these ids, of which the reader saw this text."""
+    def commit(self, prepared: Prepared, output: TokenIds, text: str, answer: Message | None = None) -> None:
+        """Add a turn: the prompt, and the output of these ids and this text.
+
+        `answer` has the fields of the assistant's message; None: its content is the text.
+        """
         self._token_ids = prepared.token_ids[:]
         if prepared.messages is None:
             self._is_raw = True
@@ -130,18 +137,18 @@ class Conversation:
             self._token_ids.extend(kept)
         else:
             self._token_ids = token_ids()
-        self._messages = with_answer(prepared.messages, self._end, text)
+        self._messages = with_answer(prepared.messages, self._end, {"content": text} if answer is None else answer)
         self.images = self._found(self._messages)
         self._rendering = prepared.rendering + self.tokenizer.protect(text)
 
     # ---- chat -----------------------------------------------------------------------------------------------------
 
-    def _shortened(self, turns: Turns, limit: int) -> Prepared:
+    def _shortened(self, turns: Turns, limit: int, tools: Tools | None) -> Prepared:
         def length_fits(count: int) -> bool:
             return _least_tokens(turns.without(count), self.tokenizer) <= limit
 
         def without(count: int) -> Prepared:
-            return self._tokenized(turns.without(count), count, turns.dropped(count))
+            return self._tokenized(turns.without(count), count, turns.dropped(count), tools)
 
         def fits(count: int) -> bool:
             return len(without(count).token_ids) <= limit
@@ -153,9 +160,20 @@ class Conversation:
             return prepared
         return without(bisect_left(candidates, True, lo=first + 1, key=fits))
 
-    def _tokenized(self, messages: tuple[Message, ...], dropped_turns: int = 0, dropped: range = range(0)) -> Prepared:
+    def _tokenized(
+        self,
+        messages: tuple[Message, ...],
+        dropped_turns: int = 0,
+        dropped: range = range(0),
+        tools: Tools | None = None,
+    ) -> Prepared:
         """Render and tokenize the messages that are left after the messages of the `dropped` indices are dropped."""
-        rendering = self.tokenizer.render(messages, end=self._end, variables=self._variables)
+        shown, variables = messages, self._variables
+        if tools is not None and self.tokenizer.takes_tools:
+            variables = {**variables, "tools": tools.variable}
+        elif tools is not None:
+            shown = with_instructions(messages, tools.instructions)
+        rendering = self.tokenizer.render(shown, end=self._end, variables=variables)
         ids = self._extended(rendering)
         if not ids:
             raise RequestRejected("empty_prompt", "prompt: the chat template renders it to nothing", param="prompt")

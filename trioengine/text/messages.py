@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias, TypedDict, get_args
 
-from trioengine.core.checks import check_content, check_role
+from trioengine.core.checks import check_role, content_of
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import is_image_part
 from trioengine.core.wording import brief
@@ -111,10 +111,10 @@ def _checked_message(message: Message, name: str, image_refusal: str) -> Message
     if not isinstance(message, Mapping):
         raise RequestRejected("invalid_value", f"{name} must be a message, got {type(message).__name__}", param=name)
     check_role(name, message, ROLES)
-    check_content(name, message)
+    content = content_of(name, message)
     fields: dict[str, Any] = {**message, "content": None}
     check_json(fields, name)
-    return {**copied(fields), "content": _content(message["content"], f"{name}.content", image_refusal)}
+    return {**copied(fields), "content": _content(content, f"{name}.content", image_refusal)}
 
 
 def check_json(value: object, name: str, depth: int = 0) -> None:

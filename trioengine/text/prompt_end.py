@@ -71,9 +71,12 @@ def cut_at_mark(rendering: str) -> str:
     return text
 
 
-def with_answer(messages: Sequence[Message], end: PromptEnd, text: str) -> tuple[Message, ...]:
-    """Return the messages of a prompt, and the answer to it: a message of its own, or more of the last one."""
+def with_answer(messages: Sequence[Message], end: PromptEnd, answer: Message) -> tuple[Message, ...]:
+    """Return the messages of a prompt, and the answer to it: a message of its own, or more of the last one.
+
+    `answer` has the fields of an assistant's message.
+    """
     if end is PromptEnd.OPEN_MESSAGE:
         last = messages[-1]
-        return (*messages[:-1], {**last, "content": last["content"] + text})
-    return (*messages, {"role": "assistant", "content": text})
+        return (*messages[:-1], {**last, **answer, "content": last["content"] + answer["content"]})
+    return (*messages, {"role": "assistant", **answer})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,6 +27,13 @@ class ToolForm:
     def text_of(self, name: str, arguments: object) -> str:
         """Return a call as the model writes it."""
         return f"{self.begin}{json.dumps({'name': name, self.arguments: arguments})}{self.end}"
+
+    def text_of_call(self, call: Any) -> str:
+        """Return an entry of `tool_calls` as the model writes it; an unknown one as its JSON, between the same tags."""
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str) and "arguments" in function:
+            return self.text_of(function["name"], function["arguments"])
+        return f"{self.begin}{json.dumps(call)}{self.end}"
 
     def grammar(self, tools: Sequence[dict[str, Any]], *, is_single: bool) -> Grammar:
         """Return the grammar of an answer that calls one of the tools, or several of them unless `is_single`.
@@ -121,10 +128,11 @@ class ToolCallParser:
     def finish(self) -> list[Part]:
         """Return the rest, at the end of the answer."""
         rest, self._buffer = self._buffer, ""
+        inside = rest[: len(rest) - overlap(rest, self._end)]  # without an end tag that is cut
         if self._state in (_State.HEAD, _State.WHOLE):
-            self._give_whole(rest, self._space + self._begin + rest)
-        elif self._state is _State.TAIL:
-            self._give_text(rest.partition("}")[2])
+            self._give_whole(inside, self._space + self._begin + rest)
+        elif self._state is _State.TAIL and (behind := inside.partition("}")[2]).strip():
+            self._give_text(behind)
         elif self._state is _State.TEXT and (rest.strip() or not self.num_calls):
             self._give_text(rest)
         return self._take_parts()
@@ -133,6 +141,11 @@ class ToolCallParser:
     def is_cut(self) -> bool:
         """Whether the answer has ended within the arguments of a call."""
         return self._state is _State.ARGUMENTS
+
+    @property
+    def is_before_arguments(self) -> bool:
+        """Whether the answer has come into a call, and not to its arguments."""
+        return self._state in (_State.HEAD, _State.WHOLE)
 
     def _take_parts(self) -> list[Part]:
         parts, self._parts = self._parts, []

@@ -10,6 +10,7 @@ Nothing heavy is imported here: `load` imports the model runner, and torch with 
 from __future__ import annotations
 
 import argparse
+import errno
 import faulthandler
 import gc
 import logging
@@ -237,20 +238,25 @@ def _take(transport: Transport, core: EngineCore) -> list[Event]:
 
 def _fatal(exc: Exception) -> Fatal:
     message = f"{type(exc).__name__}: {exc}"
-    if isinstance(exc, ModelError):
-        code, message = FatalCode.MODEL, str(exc)  # the engine raises it as a ModelError again
-    elif _is_out_of_memory(exc):
+    if _is_out_of_memory(exc):
         code = FatalCode.MEMORY
+    elif isinstance(exc, ModelError):
+        code, message = FatalCode.MODEL, str(exc)  # the engine raises it as a ModelError again
     else:
         code = FatalCode.INTERNAL
     return Fatal(code, _encodable(message), _encodable("".join(traceback.format_exception(exc))))
 
 
-def _is_out_of_memory(exc: Exception) -> bool:
-    """Recognize errors by name and text: torch is not imported here, and its CPU allocator raises RuntimeError."""
-    return (
-        isinstance(exc, MemoryError) or type(exc).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(exc)
-    )
+def _is_out_of_memory(exc: BaseException | None) -> bool:
+    """Whether memory was short here, or for the cause of the error, as where a model's file cannot be mapped.
+
+    Errors are recognized by name and text: torch is not imported here, and its CPU allocator raises RuntimeError.
+    """
+    if exc is None:
+        return False
+    is_short = isinstance(exc, OSError) and exc.errno == errno.ENOMEM
+    is_torch = type(exc).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(exc)
+    return is_short or is_torch or isinstance(exc, MemoryError) or _is_out_of_memory(exc.__cause__)
 
 
 def _encodable(text: str) -> str:

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 import trio
 
 from trioengine.actors.engine import Engine
-from trioengine.serve.access_log import SESSION
 from trioengine.serve.auth import Caller
 from trioengine.serve.body import DisconnectCounter
 from trioengine.serve.chat_request import check_model
@@ -15,6 +14,7 @@ from trioengine.serve.config import ServeConfig
 from trioengine.serve.errors import SERVER_ERROR, ClientError, OverBudget, Problem
 from trioengine.serve.http import HttpRequest
 from trioengine.serve.limits import ByteBudget, Held, InFlight
+from trioengine.serve.log_fields import SESSION
 from trioengine.serve.realtime.carrier import CLOSE_TIMEOUT, Carrier
 from trioengine.serve.realtime.connection import RealtimeConnection
 from trioengine.serve.realtime.handshake import Handshake
@@ -44,8 +44,7 @@ class RealtimeEndpoint:
         unknown_fields: UnknownFields,
         tool_form: ToolForm | None,
     ) -> None:
-        self.sessions = ResumableSessions()
-        engine.observers.append(self.sessions)
+        self.sessions = ResumableSessions(engine.observers)
         self._engine = engine
         self._model = model
         self._config = config

@@ -224,6 +224,7 @@ class Outbox:
             self._sent_size += len(message.data)
             self._sent.append(message)
             self._num_sent += message.message_finished
+        self._trim()
         self._is_attached = True
         self._changes.notify()
 

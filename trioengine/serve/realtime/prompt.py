@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trioengine.serve.chat_request import ServedModel
-from trioengine.serve.chat_tools import Tools, with_calls, with_instructions
+from trioengine.serve.chat_tools import with_calls
 from trioengine.serve.limits import size_of, size_of_json
 from trioengine.serve.realtime.item import ITEM_SIZE, FunctionCallItem, Item, Role, size_of_parts
 from trioengine.serve.requests import ToolCall
 from trioengine.text.messages import Turns
+from trioengine.text.tools import Tools, with_instructions
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def prompt_of(items: Iterable[Item], instructions: str, tools: Tools | None, mod
         return ChatPrompt(messages, item_ids, {})
     if model.takes_tools:
         return ChatPrompt(messages, item_ids, {"tools": tools.variable})
-    instructed = with_instructions(messages, tools.instructions)
+    instructed = [{**message} for message in with_instructions(messages, tools.instructions)]
     return ChatPrompt(instructed, [()] * (len(instructed) - len(messages)) + item_ids, {})
 
 

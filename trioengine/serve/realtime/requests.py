@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 from msgspec import Meta, Struct
 
 from trioengine.core.sampling_params import NUMBERS
-from trioengine.serve.requests import MAX_ID, MAX_METADATA, MAX_TOOLS, ChosenFunction, Function, Sampling
+from trioengine.core.tools import MAX_TOOLS
+from trioengine.serve.requests import MAX_ID, MAX_METADATA, ChosenFunction, Function, Sampling
 
 OUT_OF_BAND = "none"  # the conversation of a response that leaves nothing in the connection's
 MAX_EVENT_ID = 512  # characters

@@ -20,12 +20,12 @@ from trioengine.aio.concurrency import Notifier
 from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Completion, FinishReason, Usage
-from trioengine.serve.access_log import REQUEST_ID, set_field
 from trioengine.serve.auth import salted
 from trioengine.serve.choices import in_fields
 from trioengine.serve.errors import ClientError, Problem, RequestAborted, problem_of
 from trioengine.serve.ids import new_id
 from trioengine.serve.limits import InFlight, size_of
+from trioengine.serve.log_fields import REQUEST_ID, set_field
 from trioengine.serve.realtime.item import Item
 from trioengine.serve.realtime.items import Items
 from trioengine.serve.realtime.outbox import Outbox

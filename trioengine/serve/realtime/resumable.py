@@ -26,9 +26,14 @@ _NO_KEY = b""  # of a server without keys
 
 
 class ResumableSessions(Observer):
-    """The sessions by the digests of their tokens and keys, so that a lookup takes the same time for every token."""
+    """The sessions by the digests of their tokens and keys, so that a lookup takes the same time for every token.
 
-    def __init__(self) -> None:
+    It is one of the engine's observers only while there is a session: an observer has a call for every token.
+    """
+
+    def __init__(self, observers: list[Observer]) -> None:
+        """`observers` are the engine's."""
+        self._observers = observers
         self._sessions: dict[bytes, RealtimeConnection] = {}
         self._nursery: trio.Nursery | None = None
 
@@ -42,11 +47,18 @@ class ResumableSessions(Observer):
     def start(self, session: RealtimeConnection, window: Window, key: bytes | None, resources: ExitStack) -> None:
         """Start a session of the client with this key. At its end the resources are closed."""
         assert self._nursery is not None, "run_in comes before start"
+        if not self._sessions:
+            self._observers.append(self)
         name = _name(window.token, key)
         self._sessions[name] = session
-        resources.callback(self._sessions.pop, name)
+        resources.callback(self._forget, name)
         resources.callback(session.stop_sending)  # before its bytes are given back
         self._nursery.start_soon(_run, session, resources)
+
+    def _forget(self, name: bytes) -> None:
+        del self._sessions[name]
+        if not self._sessions:
+            self._observers.remove(self)
 
     def find(self, token: str, key: bytes | None) -> RealtimeConnection:
         """Return a session that goes on. Raises ClientError, the same one for every reason."""

@@ -11,12 +11,14 @@ import msgspec
 
 from trioengine.core.grammar import Grammar
 from trioengine.core.sampling_params import Overflow, SamplingParams
-from trioengine.serve.chat_tools import Choice, ChoicePaths, Tools, check_choice, tools_of
+from trioengine.core.tools import FLAT_PATHS, ChoicePaths
+from trioengine.serve.chat_tools import Choice, asked_for, tools_for
 from trioengine.serve.limits import size_of, size_of_json
 from trioengine.serve.reading import sampling_params
 from trioengine.serve.realtime.requests import FlatTool, RetentionRatio
 from trioengine.serve.requests import ChosenFunction, Sampling
 from trioengine.text.tool_calls import ToolForm
+from trioengine.text.tools import Tools
 
 _NAMES: Mapping[str, Overflow] = {"auto": "drop_oldest_turns", "disabled": "refuse"}
 _UNLIMITED = "inf"
@@ -86,7 +88,7 @@ class Settings:
     def changed(self, changes: Mapping[str, Any], where: str) -> Settings:
         """Return the settings with these changes, of which None removes a setting; other names have no effect.
 
-        Raises ClientError for values that do not go together.
+        Raises ClientError or RequestRejected for values that do not go together.
         """
         sampling = {name: value for name, value in changes.items() if name in Sampling.__struct_fields__}
         changed = dataclasses.replace(self, sampling=msgspec.structs.replace(self.sampling, **sampling))
@@ -103,14 +105,14 @@ class Settings:
         if "parallel_tool_calls" in changes:
             changed = dataclasses.replace(changed, parallel_tool_calls=changes["parallel_tool_calls"])
         paths = ChoicePaths(f"{where}.tool_choice", f"{where}.tool_choice.name")
-        check_choice(changed.tools.functions, changed.tool_choice, paths)
+        asked_for(changed.tools.functions, changed.tool_choice, is_single=False, paths=paths)
         changed.params(where)
         return changed
 
     def chosen_tools(self, form: ToolForm) -> Tools | None:
-        """Return the tools for a model; None if there are none, or the choice hides them. Raises ClientError."""
+        """Return the tools for a model; None if there are none, or the choice hides them. Raises RequestRejected."""
         is_single = self.parallel_tool_calls is False
-        return tools_of(self.tools.functions, self.tool_choice, form, is_single=is_single)
+        return tools_for(self.tools.functions, self.tool_choice, form, is_single=is_single, paths=FLAT_PATHS)
 
     def params(self, where: str, grammar: Grammar | None = None) -> SamplingParams:
         """Return the engine's parameters. Raises ClientError."""

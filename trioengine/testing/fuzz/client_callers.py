@@ -65,6 +65,11 @@ class Line:
         self.peers.append(RemotePeer(self.is_active))
         return self.peers[-1]
 
+    def harm(self) -> None:
+        """From now on the latest connection may be lost."""
+        for peer in self.peers[-1:]:
+            peer.is_harmed = True
+
     @property
     def is_harmed(self) -> bool:
         """Whether a rule has done anything by which a connection may be lost."""

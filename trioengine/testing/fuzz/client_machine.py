@@ -373,8 +373,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
             is_open = isinstance(caller, RemoteHolder) and caller.session is not None
             bound = ABORT_TIMEOUT if self.is_closing else UNPINGED if is_open else UNANSWERED
             if self.waited >= bound:
-                for peer in caller.line.peers[-1:]:
-                    peer.is_harmed = True
+                caller.line.harm()
 
     def _waits(self) -> Iterator[Wait]:
         yield from super()._waits()
@@ -385,6 +384,8 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         super()._check_blocked()
         for caller in self.callers:
             caller.line.listen()
+            if self.is_cutting:
+                caller.line.harm()
         if not self.payloads_wait:
             client_oracles.check_stopped(self.holders, inside.sessions(self.engine))
         for reader in self.readers:

@@ -196,7 +196,7 @@ def check_prompt(reader: RemoteReader) -> None:
     line = reader_holder(reader).line
     assert trio.current_time() < reader.deadline, f"its time is over, and its reader waits: {reader.generation}"
     assert line.silences < MOST_SILENCES, f"nothing has arrived for long, and its reader waits: {reader.generation}"
-    is_woken = not (reader.entered and inside_client.has_unread(reader.generation))
+    is_woken = reader.left or not (reader.entered and inside_client.has_unread(reader.generation))
     assert is_woken, f"there is text to read, and its reader waits: {reader.generation}"
 
 

@@ -104,10 +104,14 @@ class RealtimeClient(SimulatedClient):
         response = {"max_output_tokens": 20, "conversation": "none", "input": items}
         self.ask("response.create", response=response).asked = asked
 
+    def ids_of(self, role: str) -> list[str]:
+        """The items of this role."""
+        return [id for id in self.order if self.items[id][0] == role]
+
     @property
     def middle(self) -> str:
         """The middle one of the items that the user sent."""
-        of_user = [id for id in self.order if self.items[id][0] == "user"]
+        of_user = self.ids_of("user")
         return of_user[len(of_user) // 2] if of_user else "none"
 
     def respond(self, max_tokens: int, metadata: dict[str, str] | None = None) -> None:
@@ -130,12 +134,10 @@ class RealtimeClient(SimulatedClient):
             response |= TOOL_USES[asked.tools].realtime_fields()
         self.ask("response.create", response=response).asked = asked
 
-    def truncate(self, text_end: int) -> bool:
-        """Truncate the last answer; False if there has not been one."""
-        answers = [id for id in self.order if self.items[id][0] == "assistant"]
-        place: dict[str, Any] = {"item_id": answers[-1] if answers else "none", "content_index": 0}
-        self.ask("conversation.item.truncate", **place, text_end=text_end)
-        return bool(answers)
+    def truncate(self, text_end: int) -> None:
+        """Truncate the last answer, or an item that does not exist if there is no answer."""
+        id = (self.ids_of("assistant") or ["none"])[-1]
+        self.ask("conversation.item.truncate", item_id=id, content_index=0, text_end=text_end)
 
     def cancel(self, *, by_id: bool = False) -> None:
         """Cancel the conversation's response; it is answered by an error only, where there is nothing to cancel."""

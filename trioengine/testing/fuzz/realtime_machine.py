@@ -26,8 +26,8 @@ PROMPTS = ("a", "be", "<|im_end|>")
 TOKENS = st.sampled_from((1, 3, 20))
 SENDS = (
     *("cancel", "cancel", "respond", "say", "delete", "instruct", "odd", "ping"),
-    *("cancel by id", "truncate", "cancel beside", "cancel beside", "say first", "retrieve", "truncate more"),
-    *("truncate to nothing", "truncate to nothing", "say between", "say twice", "refer", "forget"),
+    *("cancel by id", "truncate", "cancel beside", "cancel beside", "say first", "retrieve"),
+    *("say between", "say twice", "refer", "forget"),
     *("cancel and respond", "cancel and respond", "cancel twice and respond", "configure"),
     *("tools", "no tools", "answer a call"),
 )
@@ -185,17 +185,24 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
             case "odd":
                 client.ask_wrongly("odd", LONG)
             case "truncate":
-                if client.truncate(1):
-                    self.coverage.saw("an answer is truncated")
-            case "truncate to nothing":
-                client.truncate(0)
-            case "truncate more":
-                client.truncate(99)
+                client.truncate(1)
             case "cancel beside":
                 if client.cancel_beside():
                     self.coverage.saw("a response beside the conversation is cancelled")
             case "ping":
                 client.ping()
+
+    @precondition(lambda self: len(self._answered) > 0)
+    @recorded(which=WHICH, text_end=st.sampled_from((0, 0, 1, 99)))
+    def truncate(self, which: int, text_end: int) -> None:
+        """Cut the last answer of a client."""
+        pick(self._answered, which).truncate(text_end)
+        self.coverage.saw("an answer is truncated")
+
+    @property
+    def _answered(self) -> list[RealtimeClient]:
+        """The clients that have an answer."""
+        return [client for client in self.speakers if client.ids_of("assistant")]
 
     @precondition(lambda self: self.has_speakers)
     @recorded(which=WHICH, how=st.sampled_from(tuple(ALWAYS_REFUSED)))

@@ -27,6 +27,7 @@ from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.request_log import AdmissionLog, RequestLog
 from trioengine.testing.fuzz.world import VARIANTS
 from trioengine.testing.simulated_peer import PeerState
+from trioengine.testing.simulated_worker import Health
 from trioengine.testing.toy_model import TOY_PATH
 
 MAX_CLIENTS = 2  # at once
@@ -196,6 +197,11 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
     def is_closing(self) -> bool:
         """Whether the server closes its connections, the idle ones at once."""
         return math.isfinite(self._closed_by)
+
+    @property
+    def is_cutting(self) -> bool:
+        """Whether it will cut connections that a worker which hangs keeps busy."""
+        return self.is_closing and self.worker is not None and self.worker.health is not Health.WELL
 
     def _all_gone(self) -> None:
         """Check the end of a program, when all clients have gone, and the server still serves."""

@@ -134,7 +134,9 @@ class Parts(NamedTuple):
 
 _BEGIN = {"hermes": re.compile(r"<tool_call>\s*"), "json": re.compile(r"\A[;\s]*(?=\{)")}
 _CALL_HEAD = re.compile(r'\{"name": ?"(\w)", ?"arguments": ?(?=\{)')
-_END = {"hermes": re.compile(r"\A\}\s*</tool_call>"), "json": re.compile(r"\A\}")}
+_TAG = "</tool_call>"
+_CUT_TAG = "|".join(rf"{_TAG[:length]}\Z" for length in range(len(_TAG)))  # or none, at the end of the answer
+_END = {"hermes": re.compile(rf"\A\}}\s*(?:{_TAG}|{_CUT_TAG})"), "json": re.compile(r"\A\}")}
 
 
 def is_json(text: str) -> bool:
@@ -154,7 +156,7 @@ def items_of(answer: str, form: str) -> list[tuple[str, str]]:
 
 
 def parts_of(answer: str, form: str) -> Parts:
-    """Divide a whole answer into text and calls; all but calls is text, and the end of a call may be missing."""
+    """Divide a whole answer into text and calls; all but calls is text, and the end of a call may be cut."""
     text, calls, rest = "", [], answer
     while (begin := _BEGIN[form].search(rest)) is not None:
         head = _CALL_HEAD.match(rest, begin.end())

@@ -31,6 +31,7 @@ SURVIVED = 3  # deaths of a worker that a request survives
 RESTARTS = "trioengine_worker_restarts_total"
 SHORT_FREEZE = 100  # milliseconds: no worker dies of it
 LIMITED = 1.0  # seconds of a limit
+CLOSING = 0.05  # seconds in which the server closes the connections of earlier requests
 FILES = "descriptors of the server"
 
 
@@ -44,8 +45,10 @@ class FaultyRun(Run):
         self._may_log_errors = False
 
     def snapshot(self) -> Action[Snapshot]:
-        found = yield from super().snapshot()
+        """Count the descriptors before a connection is opened: the server closes each some time after its client."""
+        yield Wait(CLOSING)
         figures = yield Figures()
+        found = yield from super().snapshot()
         if figures is not None:
             found.gauges[FILES] = float(figures[1])
         return found

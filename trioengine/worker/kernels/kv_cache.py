@@ -57,15 +57,17 @@ class KVCache:
                 layer.index_copy_(0, targets, held)
 
 
-def count_blocks(config: WorkerConfig, model: TextConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Return how many blocks the memory holds. Raises ModelError if it holds none."""
+def count_blocks(
+    config: WorkerConfig, model: TextConfig, dtype: torch.dtype, device: torch.device, weights: int
+) -> int:
+    """Return how many blocks the memory holds beside `weights` bytes. Raises ModelError if it holds none."""
     if config.kv_blocks is not None:
         return config.kv_blocks
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
     per_block = per_token * config.block_size
     memory = config.kv_cache_memory
     if memory is None:
-        memory = _free_on_cuda(config, device) if device.type == "cuda" else _free_on_cpu()
+        memory = _free_on_cuda(config, device, weights, per_block) if device.type == "cuda" else _free_on_cpu()
     if memory < per_block:
         raise ModelError(
             f"kv_cache_memory (--kv-cache-memory) is too small: {memory} bytes hold no block "
@@ -81,6 +83,14 @@ def _free_on_cpu() -> int:
     return _CPU_LIMIT
 
 
-def _free_on_cuda(config: WorkerConfig, device: torch.device) -> int:
+def _free_on_cuda(config: WorkerConfig, device: torch.device, weights: int, least: int) -> int:
+    """The share of the device's memory, less the memory in use and the weights, which are not loaded yet."""
     free, total = torch.cuda.mem_get_info(device)
-    return max(0, int(total * config.gpu_memory_utilization) - (total - free))
+    share, used = config.gpu_memory_utilization, total - free
+    memory = int(total * share) - used - weights
+    if memory < least:
+        raise ModelError(
+            f"{device} has no room for the KV cache: gpu_memory_utilization (--gpu-memory-utilization) is {share} "
+            f"of {total} bytes, of which {used} are in use, and the weights take {weights}"
+        )
+    return memory

@@ -51,7 +51,8 @@ class TorchKernels:
         return TorchAttention(batch, cache, self._num_heads)
 
 
-_GATHER_BYTES = 3 << 20  # keys and values gathered at a time, so that they are still in the cache when they are read
+_CPU_GATHER_BYTES = 3 << 20  # keys and values gathered at a time, so that the caches still hold them when they are read
+_GPU_GATHER_BYTES = 128 << 20  # the same, so that few kernels are started
 _SCORES_BYTES = 1 << 20  # of a prefill: up to here, on the CPU, two products and a softmax beat torch's kernel
 
 
@@ -117,11 +118,12 @@ class TorchAttention:
 
     def _decode_groups(self, batch: ForwardBatch) -> list[_DecodeGroup]:
         groups = []
+        at_once = _CPU_GATHER_BYTES if self._device.type == "cpu" else _GPU_GATHER_BYTES
         bytes_per_block = self._kv_heads * self._block_size * self._head_dim * self._dtype.itemsize
         start = 0
         while start < batch.num_decodes:
             num_blocks = -(-int(batch.context_lens[start]) // self._block_size)
-            stop = min(batch.num_decodes, start + max(1, _GATHER_BYTES // (2 * num_blocks * bytes_per_block)))
+            stop = min(batch.num_decodes, start + max(1, at_once // (2 * num_blocks * bytes_per_block)))
             groups.append(self._decode_group(batch, start, stop, num_blocks))
             start = stop
         return groups
@@ -203,9 +205,9 @@ class TorchAttention:
         return self._products(heads, keys, values, group.mask).view(sequences, -1)
 
     def _decode_one(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """One call instead of three products, which makes a single stream faster."""
+        """One call instead of three products, which makes a single stream faster; some kernels return a transpose."""
         heads = query.reshape(1, self._kv_heads, self._group_size, self._head_dim)
-        return F.scaled_dot_product_attention(heads, keys[None], values[None]).view(1, -1)
+        return F.scaled_dot_product_attention(heads, keys[None], values[None]).reshape(1, -1)
 
     def _prefill(self, prefill: _Prefill, query: Tensor, key_value: Tensor, cache: Tensor) -> Tensor:
         """[num_new, num_kv_heads, group_size, head_dim], a view."""

@@ -50,6 +50,7 @@ class TorchModelRunner:
         `on_progress` is called whenever weights are loaded, also to wake or to change them.
         """
         share_one_arena()
+        torch.backends.cudnn.allow_tf32 = False  # of float32, which would leave patches of images 10 bits
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         spec = ModelSpec.read(config)

@@ -62,7 +62,8 @@ class ModelSpec:
         with contextlib.closing(open_checkpoint(config.model_path)) as checkpoint:
             model = checkpoint.config
         _check_pillow(config.model_path, model)
-        num_blocks = count_blocks(config, model.text, dtype, device)
+        weights = sum(map(math.prod, model.wanted_tensors().values())) * dtype.itemsize
+        num_blocks = count_blocks(config, model.text, dtype, device, weights)
         limits = (model.text.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
         max_model_len = min(limit for limit in limits if limit is not None)
         kernels = choose_kernels(config.kernels, model.text, dtype, device, config.block_size)
