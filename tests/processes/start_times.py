@@ -3,9 +3,9 @@
 Usage: python tests/processes/start_times.py TREE_A TREE_B [ROUNDS [LOADED_ROUNDS [MODEL]]], with every package
 installed that either tree needs. Prints, for each tree, medians of the seconds from the command to the worker's process
 and to READY, of the CPU seconds of both processes until then, and, with LOADED_ROUNDS, of the CPU microseconds of the
-API process a token, of 64 streams of 64 tokens; then the medians of the rounds' ratios, B to A, with their ranges. The
-load generator is TREE_A's for both. A model of one small layer instead of the default one leaves the processor to the
-API process.
+API process a token, of 64 streams of 64 tokens; then the ratio of the medians, B to A, and the range of the rounds'
+ratios. The load generator is TREE_A's for both. A model of one small layer instead of the default one leaves the
+processor to the API process.
 """
 
 import os
@@ -108,7 +108,7 @@ def measure_tokens(trees: list[str], rounds: int, model: tuple[str, ...]) -> lis
     with ExitStack() as servers:
         pids = [servers.enter_context(serving(tree, PORT + index, model))[0] for index, tree in enumerate(trees)]
         for seed in range(rounds + 1):
-            for index, pid in enumerate(pids):
+            for index, pid in list(enumerate(pids))[:: -1 if seed % 2 else 1]:
                 before = cpu_seconds(pid)
                 load(trees[0], PORT + index, seed)
                 if seed > 0:
@@ -125,8 +125,8 @@ def main() -> None:
         figures["cpu_a_token_us"] = measure_tokens(trees, loaded, model)
     for name, (first, second) in figures.items():
         ratios = [b / a for a, b in zip(first, second, strict=True)]
-        medians = f"{statistics.median(first):.2f} {statistics.median(second):.2f}"
-        print(f"{name}: {medians}, ratio {statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})")
+        before, after = statistics.median(first), statistics.median(second)
+        print(f"{name}: {before:.2f} {after:.2f}, ratio {after / before:.3f} ({min(ratios):.3f}-{max(ratios):.3f})")
 
 
 if __name__ == "__main__":
