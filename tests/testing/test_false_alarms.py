@@ -7,6 +7,16 @@ from trioengine.testing.fuzz.machines import machine_of
 from trioengine.testing.fuzz.program import Program, replay
 from trioengine.testing.fuzz.runner import silence
 
+GRAMMAR = {
+    "which": 0,
+    "grammar": "choice",
+    "streams": False,
+    "stop": None,
+    "min_tokens": 0,
+    "max_tokens": 40,
+    "choices": 2,
+    "rounds": 9,
+}
 FALSE_ALARMS = {
     "a worker in a slow step is terminated, as it does not exit in half of the time for a shutdown": (
         "PowerMachine",
@@ -169,6 +179,16 @@ FALSE_ALARMS = {
             ("settle", {}),
         ],
         2,
+    ),
+    "a further choice waits for the first token of one that waits for a wake": (
+        "HttpMachine",
+        [
+            ("begin", {"ready": True, "clients": 1}),
+            ("ask_by_grammar", GRAMMAR),
+            ("connect", {"key": 0}),
+            ("switch", {"which": 0, "how": "/sleep?mode=keep", "rounds": 0}),
+            ("settle", {}),
+        ],
     ),
     "a server that is aborted cuts connections that a hanging worker keeps busy": (
         "ClientMachine",
