@@ -329,7 +329,7 @@ class SessionsMachine(CallsMachine):
 
     def _abort(self, reader: Reader, generation: Generation, what: str) -> None:
         by_label = what == "abort by label"
-        to_end = [each for each in self._named(reader) if (self._is_called(each) if by_label else each is reader)]
+        to_end = [each for each in self._named(reader) if by_label or each is reader]
         for each in (reader, *to_end):
             each.aborted = True
         self.requests.fix_cause(filter(None, [each.generation for each in to_end]), Cause.CLIENT)
@@ -341,12 +341,6 @@ class SessionsMachine(CallsMachine):
         assert not again, f"a second abort() returned {again} for {generation}"
         for each in (reader, *to_end):
             check_aborted(each)
-
-    @staticmethod
-    def _is_called(reader: Reader) -> bool:
-        """Whether an abort by its label finds it: the end of its session has ended one that was in line."""
-        session = reader.holder.session
-        return session is not None and session.end_cause is None
 
     def _named(self, reader: Reader) -> list[Reader]:
         """Those with its label that an abort would end."""
