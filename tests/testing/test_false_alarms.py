@@ -190,6 +190,34 @@ FALSE_ALARMS = {
             ("settle", {}),
         ],
     ),
+    "an abort by a label finds no request in line whose session has just ended": (
+        "PowerMachine",
+        [
+            ("begin", {"ready": True, "sessions": 2, "turns": 0, "asks": 0, "thread_passes": 1}),
+            ("reorder", {"seed": 1}),
+            ("update", {"path": "new", "mode": "abort"}),
+            ("ask_for_death", {"which": 0, "others": 1, "num_tokens": 0, "rounds": 0, "change": "sleep"}),
+            ("open_by_default", {"timeout": None}),
+            (
+                "ask_by_grammar",
+                {
+                    "which": 0,
+                    "grammar": "choice",
+                    "style": "all",
+                    "stop": "",
+                    "min_tokens": 0,
+                    "max_tokens": 40,
+                    "ignore_eos": False,
+                    "keep_partial": False,
+                    "media": "",
+                    "rounds": 0,
+                },
+            ),
+            ("leave", {"which": 2, "what": "end"}),
+            ("stop_reading", {"which": 2, "what": "abort by label"}),
+        ],
+        3,
+    ),
     "a server that is aborted cuts connections that a hanging worker keeps busy": (
         "ClientMachine",
         [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -276,7 +276,7 @@ class SessionsMachine(CallsMachine):
             logprobs=LOGPROBS[number % len(LOGPROBS)],
             stop_token_ids=STOP_TOKENS[number % len(STOP_TOKENS)],
         )
-        label = f"reader {number // 2}"  # two share one
+        label = f"reader {number // 4}"  # four share one
         reader = Reader(
             Life(self.faults), holder, prompt, params, style, keep_partial, timeout, wait, media, label, raw
         )
@@ -311,41 +311,46 @@ class SessionsMachine(CallsMachine):
 
     def _stop(self, reader: Reader, what: str) -> None:
         generation = reader.generation
-        has_id = generation is not None and inside.has_id(generation)
         if what == "cancel":
             self._note_moment(reader, what)
             reader.scope.cancel()
         elif what == "go on":
             reader.go_on.set()
-        elif generation is None or (reader.over and not reader.entered) or (what != "abort" and not has_id):
-            pass  # there is nothing yet, or it was refused, or has no id
+        elif generation is None or (reader.over and not reader.entered):
+            pass  # there is nothing yet, or it was refused
+        elif what in ("abort by id", "fail") and not inside.has_id(generation):
+            pass
         elif what != "fail":
             self._note_moment(reader, "abort")
-            self._abort(reader, generation, by_id=what == "abort by id")
+            self._abort(reader, generation, what)
         elif self.worker is not None:  # the worker cannot sample for it: it fails alone
             self._note_moment(reader, what)
             self.worker.runner.fail_requests.add(generation.request_id)
             self.faults.requests.add(generation.request_id)
 
-    def _abort(self, reader: Reader, generation: Generation, *, by_id: bool) -> None:
-        by_label = by_id and self.readers.index(reader) % 2 == 1
-        to_end = [each for each in self._named(reader) if by_label or each is reader]
-        for each in (reader, *to_end):
-            each.aborted = True
-        self.requests.fix_cause(filter(None, [each.generation for each in to_end]), Cause.CLIENT)
-        name = reader.label if by_label else generation.request_id if by_id else None
-        abort = generation.abort if name is None else functools.partial(self.engine.abort, name)
+    def _abort(self, reader: Reader, generation: Generation, what: str) -> None:
+        """Abort the request by its handle or its id, or all that share its label."""
+        named = self._labeled(reader.label) if what == "abort by label" else [reader]
+        if what == "abort":
+            abort: Callable[[], int] = generation.abort
+            going = [inside.record(generation)] if inside.is_undecided(generation) else []
+        else:
+            name = reader.label if what == "abort by label" else generation.request_id
+            abort, going = functools.partial(self.engine.abort, name), inside.called(self.engine, name)
+        for each in named:
+            each.aborted |= each.generation is not None and inside.record(each.generation) in going
+        self.requests.fix_cause(going, Cause.CLIENT)
         ended = abort()
-        assert ended == len(to_end), f"abort() returned {ended} for {generation}, and {len(to_end)} were going"
+        assert ended == len(going), f"abort() returned {ended} for {generation}, and {len(going)} were going"
         again = abort()
         assert not again, f"a second abort() returned {again} for {generation}"
-        for each in (reader, *to_end):
+        for each in named:
             check_aborted(each)
 
-    def _named(self, reader: Reader) -> list[Reader]:
-        """Those with its label that an abort would end."""
-        there = [each for each in self.readers if each.label == reader.label and (each.entered or not each.over)]
-        return [each for each in there if each.generation is not None and inside.is_undecided(each.generation)]
+    def _labeled(self, label: str) -> list[Reader]:
+        """The readers of the requests that were started with this label."""
+        there = [each for each in self.readers if each.label == label and (each.entered or not each.over)]
+        return [each for each in there if each.generation is not None]
 
     def _note_moment(self, reader: Reader, what: str) -> None:
         session, generation, worker = reader.holder.session, reader.generation, self.worker
