@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trioengine.worker.kernels.native_kernels import find_compiler, load_library
+from trioengine.worker.kernels.compiler import find_compiler, load_library
 
 SOURCE = 'extern "C" int answer() { return ANSWER; }'
 PLANTED = 'extern "C" int answer() { return 666; }'

@@ -9,7 +9,7 @@ import torch
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.sampling_params import ResolvedParams
-from trioengine.worker.kernels.native_kernels import find_compiler
+from trioengine.worker.kernels.compiler import find_compiler
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import Limits, Sequence

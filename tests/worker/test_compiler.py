@@ -15,7 +15,7 @@ import torch
 from helpers.torch_driver import generate, load, needs_compiler
 
 from trioengine.core.errors import ModelError
-from trioengine.worker.kernels.native_kernels import CompilerMissing, KernelsUnavailable, load_library
+from trioengine.worker.kernels.compiler import CompilerMissing, KernelsUnavailable, load_library
 
 SOURCE = 'extern "C" int answer() { return ANSWER; }'
 COUNTING = '#!/bin/sh\necho "$@" >> {log}\nexec {compiler} "$@"\n'

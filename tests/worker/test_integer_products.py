@@ -12,6 +12,7 @@ from test_batch_invariance import check, check_preemption
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.worker.kernels.linear import GROUP
+from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.products import IntegerProducts, can_multiply, join_integers, to_integers
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.runner.model_weights import _choose_linears
@@ -33,6 +34,11 @@ def stored(kind, rows, columns, seed=0):
     return read_integers(memoryview(data.tobytes()), kind, (rows, columns)), torch.from_numpy(exact)
 
 
+def make_products(dtype, **macros):
+    """Of a library that is compiled for some model: products do not depend on its shape."""
+    return IntegerProducts(dtype, NativeKernels(3, 1, 64, dtype, 16).macros | macros)
+
+
 def reference(x, values, bias):
     """The same quantized mathematics in float64; `values` are the weight's."""
     groups = x.float().view(len(x), -1, GROUP)
@@ -52,7 +58,7 @@ def test_nothing_is_lost(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_the_reference(kind, dtype, macros):
-    products = IntegerProducts(dtype, macros)
+    products = make_products(dtype, **macros)
     torch.manual_seed(0)
     rng = random.Random(kind)
     for rows in (1, 2, 3, 4, 5, 130):
@@ -68,7 +74,7 @@ def test_as_the_reference(kind, dtype, macros):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bits_in_any_batch_and_with_any_threads(kind):
     weight, _ = stored(kind, 176, 320)
-    linear = IntegerProducts(torch.float32).make(weight)
+    linear = make_products(torch.float32).make(weight)
     x = torch.randn(517, 320)
     threads = torch.get_num_threads()
     try:
@@ -86,7 +92,7 @@ def test_the_same_bits_in_any_batch_and_with_any_threads(kind):
 
 def test_what_is_not_finite_stays_in_its_row():
     weight, _ = stored("Q4_1", 32, 64)
-    linear = IntegerProducts(torch.float32).make(weight)
+    linear = make_products(torch.float32).make(weight)
     x = torch.randn(5, 64)
     clean = linear(x)
     x[1, 3], x[3, 40] = float("nan"), float("inf")
@@ -97,7 +103,7 @@ def test_what_is_not_finite_stays_in_its_row():
 
 def test_zeros_and_tiny_numbers():
     weight, _ = stored("Q4_1", 32, 64)
-    linear = IntegerProducts(torch.float32).make(weight)
+    linear = make_products(torch.float32).make(weight)
     x = torch.zeros(2, 64)
     x[1] = 1e-39
     assert linear(x)[0].count_nonzero() == 0
@@ -124,7 +130,7 @@ def test_forms_that_cannot_be_joined_or_multiplied():
 def test_an_input_of_another_dtype_is_refused():
     weight, _ = stored("Q4_0", 32, 64)
     with pytest.raises(InvariantError, match=r"got torch\.bfloat16"):
-        IntegerProducts(torch.float32).make(weight)(torch.zeros(1, 64).bfloat16())
+        make_products(torch.float32).make(weight)(torch.zeros(1, 64).bfloat16())
 
 
 def test_torch_kernels_are_refused(smollm2):

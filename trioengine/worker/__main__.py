@@ -42,7 +42,8 @@ def probe() -> None:
     """Print torch's view of this machine, and a worker's choices of device, dtype and kernels, as JSON after MARK."""
     import torch
 
-    from trioengine.worker.kernels.native_kernels import KernelsUnavailable, NativeKernels
+    from trioengine.worker.kernels.compiler import KernelsUnavailable
+    from trioengine.worker.kernels.native_kernels import NativeKernels
     from trioengine.worker.runner.model_weights import choose_device, choose_dtype
 
     device = choose_device("auto")

@@ -1,18 +1,21 @@
-"""The kernels of a step beside its matrix products: attention, norms, rotation, activation; one class for each backend.
+"""The kernels of a step: attention, norms, rotation, activation, and all layers of a decoder; one class a backend.
 
 This module is their interface, with the parameters that models pass to them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from trioengine.hub.model_config import TextConfig
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.kv_cache import KVCache
+from trioengine.worker.kernels.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,39 @@ class RotaryTable:
         cos, sin = angles.cos(), angles.sin()
         table = torch.cat((cos, cos, -sin, sin), dim=-1)  # the sine carries the rotation's sign
         self.table = table.to(device=device, dtype=dtype)  # [max_positions, 2 * head_dim]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """The weights of one of Llama's layers (arXiv 2302.13971); projections that share their input are one."""
+
+    input_norm: RMSNorm
+    qkv: Linear
+    output: Linear
+    post_attention_norm: RMSNorm
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """All layers, and the norm behind them."""
+
+    layers: Sequence[DecoderLayer]
+    norm: RMSNorm
+    rotary: RotaryTable
+
+
+class Decoder(Protocol):
+    """All layers of a model."""
+
+    def forward(self, embeddings: Tensor, batch: ForwardBatch, attention: Attention) -> Tensor:
+        """Compute the layers, and store their keys and values; the embeddings are consumed.
+
+        embeddings [num_tokens, hidden_size], dtype; returns the normalized hidden states [num_outputs, hidden_size] of
+        the batch's output rows, dtype.
+        """
+        ...
 
 
 class Attention(Protocol):
@@ -78,4 +114,8 @@ class Kernels(Protocol):
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
         """Lay out a step's attention, for all layers."""
+        ...
+
+    def decoder(self, config: TextConfig, weights: DecoderWeights) -> Decoder:
+        """Make the decoder of these weights, which are of the config's shape."""
         ...

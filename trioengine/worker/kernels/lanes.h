@@ -1,4 +1,5 @@
-// Sixteen numbers at a time, in GCC's vector extension: shared by the kernels' sources.
+// Sixteen numbers at a time, in GCC's vector extension: shared by the kernels' sources. ELEMENT (float or bfloat16) is the
+// type of activations.
 
 #pragma once
 
@@ -18,6 +19,8 @@ using Halves = uint16_t __attribute__((vector_size(2 * LANES)));
 struct bfloat16 {
     uint16_t bits;
 };
+
+using Element = ELEMENT;
 
 // ---- lanes ----
 

@@ -1,12 +1,12 @@
 """Matrix products of integers: activations of 8 bits, and weights of 4 or 8 bits in groups of GROUP columns.
 
-A row's result has the same bits whatever other rows a step has, and with any number of threads (products.cpp).
+A row's result has the same bits whatever other rows a step has, and with any number of threads (integers.h).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,20 +14,40 @@ import torch
 from torch import Tensor
 
 from trioengine.core.errors import InvariantError
-from trioengine.worker.kernels.linear import GROUP, Linear, joined
-from trioengine.worker.kernels.native_kernels import load_library
+from trioengine.worker.kernels.compiler import load_library
+from trioengine.worker.kernels.linear import GROUP, joined
 
 PANEL = 16  # outputs whose codes lie together
-_SOURCE = Path(__file__).with_name("products.cpp")
-_ELEMENTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+_SOURCE = Path(__file__).with_name("decoder.cpp")
 _ALIGNMENT = 64  # bytes: a step's codes are one line of the cache
 _LARGEST = 127  # of a code of 8 bits with a sign
 _OFFSET = 128  # that makes it positive
 _ADDRESS, _COUNT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_ARGUMENTS = {
-    "quantize": (_ADDRESS, _COUNT, _COUNT, _INT, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
-    "multiply": (*[_ADDRESS] * 4, _COUNT, *[_ADDRESS] * 4, _COUNT, _COUNT, _INT, _ADDRESS),
+_FUNCTIONS = {
+    "linear": (_ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _ADDRESS),
+    "decode": (_ADDRESS, _ADDRESS, _ADDRESS),
 }
+
+
+class WeightAddress(ctypes.Structure):
+    """A weight as integers.h has it."""
+
+    _fields_ = (
+        ("codes", _ADDRESS),
+        ("scales", _ADDRESS),
+        ("minima", _ADDRESS),
+        ("bias", _ADDRESS),
+        ("panels", _COUNT),
+        ("groups", _COUNT),
+        ("zero", _INT),
+        ("bits", _INT),
+    )
+
+
+class ActivationsAddress(ctypes.Structure):
+    """Quantized rows as integers.h has them."""
+
+    _fields_ = (("codes", _ADDRESS), ("scales", _ADDRESS), ("sums", _ADDRESS), ("counts", _ADDRESS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,45 +108,65 @@ def to_integers(weight: Tensor) -> IntegerWeight:
 class IntegerProducts:
     """Makes linear layers of integer weights, on the CPU."""
 
-    def __init__(self, dtype: torch.dtype, macros: dict[str, str | int] | None = None) -> None:
-        """Load the library, compiled now if it never was before. Raises KernelsUnavailable, with the reason."""
+    def __init__(self, dtype: torch.dtype, macros: Mapping[str, str | int]) -> None:
+        """Load the library, compiled now if it never was before. Raises KernelsUnavailable, with the reason.
+
+        `macros` are the native kernels', of the same dtype.
+        """
         self.dtype = dtype
-        self._native = load_library(_SOURCE, {"ELEMENT": _ELEMENTS[dtype], **(macros or {})}, tuple(_ARGUMENTS))
-        for name, types in _ARGUMENTS.items():
-            function = getattr(self._native, name)
+        self.native = load_library(_SOURCE, macros, tuple(_FUNCTIONS))
+        for name, types in _FUNCTIONS.items():
+            function = getattr(self.native, name)
             function.argtypes, function.restype = types, None
+        self.quantized = QuantizedRows()
 
-    def make(self, weight: IntegerWeight, bias: Tensor | None = None) -> Linear:
-        """The layer of a weight of which `can_multiply`; its input is of `dtype`, and contiguous."""
-        rows, columns = weight.codes.shape
-        panels, groups = rows // PANEL, columns // GROUP
-        codes = _pack(weight)
-        scales = _pack_groups(weight.scales)
+    def make(self, weight: IntegerWeight, bias: Tensor | None = None) -> IntegerLinear:
+        """The layer of a weight of which `can_multiply`."""
+        return IntegerLinear(self, weight, bias)
+
+
+class QuantizedRows:
+    """Memory for the activations of one product at a time; it grows, and is kept for the next one."""
+
+    def __init__(self) -> None:
+        self._codes = torch.empty(0, dtype=torch.int8)
+        self._factors = torch.empty((3, 0))  # float32 or int32
+        self.address = ActivationsAddress()
+
+    def reserve(self, elements: int) -> None:
+        """Make room for so many rows times columns."""
+        if elements > len(self._codes):
+            self._codes = torch.empty(elements, dtype=torch.int8)
+            self._factors = torch.empty((3, elements // GROUP))
+            self.address = ActivationsAddress(self._codes.data_ptr(), *(row.data_ptr() for row in self._factors))
+
+
+class IntegerLinear:
+    """A linear layer; its input is of the dtype of the products. For one thread at a time."""
+
+    def __init__(self, products: IntegerProducts, weight: IntegerWeight, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.codes.shape
+        self.products = products
         minima = None if weight.minima is None else _pack_groups(weight.minima)
-        addresses = (
-            codes.data_ptr(),
-            scales.data_ptr(),
-            None if minima is None else minima.data_ptr(),
-            None if bias is None else bias.data_ptr(),
+        self._memory = _pack(weight), _pack_groups(weight.scales), minima, bias
+        self.address = WeightAddress(
+            *(None if part is None else part.data_ptr() for part in self._memory),
+            self.out_features // PANEL,
+            self.in_features // GROUP,
+            weight.zero,
+            weight.bits,
         )
-        native, dtype, zero, bits = self._native, self.dtype, weight.zero, weight.bits
-        kept = codes, scales, minima, bias
 
-        def linear(x: Tensor, _owned: object = kept) -> Tensor:  # the memory at the addresses
-            if x.dtype != dtype:
-                raise InvariantError(f"a product of {dtype} got {x.dtype}")
-            x = x.contiguous()
-            count = len(x)
-            quantized = torch.empty((count, columns), dtype=torch.int8)
-            factors = torch.empty((3, count, groups))  # scales, sums and offsets
-            first, size = factors.data_ptr(), 4 * count * groups
-            activations = quantized.data_ptr(), first, first + size, first + 2 * size
-            native.quantize(x.data_ptr(), count, groups, zero, *activations)
-            result = torch.empty((count, rows), dtype=dtype)
-            native.multiply(*activations, count, *addresses, panels, groups, bits, result.data_ptr())
-            return result
-
-        return linear
+    def __call__(self, x: Tensor) -> Tensor:
+        products, rows = self.products, len(x)
+        if x.dtype != products.dtype:
+            raise InvariantError(f"a product of {products.dtype} got {x.dtype}")
+        x = x.contiguous()
+        products.quantized.reserve(x.numel())
+        result = x.new_empty((rows, self.out_features))
+        quantized = ctypes.byref(products.quantized.address)
+        products.native.linear(ctypes.byref(self.address), x.data_ptr(), rows, quantized, result.data_ptr())
+        return result
 
 
 def _pack(weight: IntegerWeight) -> Tensor:

@@ -13,8 +13,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.functional import silu
 
-from trioengine.worker.kernels import Attention, RMSNorm, RotaryTable
+from trioengine.hub.model_config import TextConfig
+from trioengine.worker.kernels import Attention, Decoder, DecoderWeights, RMSNorm, RotaryTable
 from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.decoder import LayerByLayer
 from trioengine.worker.kernels.kv_cache import KVCache
 
 
@@ -49,6 +51,9 @@ class TorchKernels:
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
         return TorchAttention(batch, cache, self._num_heads)
+
+    def decoder(self, config: TextConfig, weights: DecoderWeights) -> Decoder:
+        return LayerByLayer(self, config, weights)
 
 
 _CPU_GATHER_BYTES = 3 << 20  # keys and values gathered at a time, so that the caches still hold them when they are read

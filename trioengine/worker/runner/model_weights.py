@@ -25,9 +25,10 @@ from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.hub.model_config import ModelConfig, TextConfig
 from trioengine.worker.kernels import Kernels
+from trioengine.worker.kernels.compiler import CompilerMissing, KernelsUnavailable
 from trioengine.worker.kernels.kv_cache import KVCache, count_blocks
 from trioengine.worker.kernels.linear import InvariantLinears
-from trioengine.worker.kernels.native_kernels import CompilerMissing, KernelsUnavailable, NativeKernels
+from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.products import IntegerProducts
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.models import Model, load_model
@@ -140,10 +141,10 @@ def _choose_linears(config: WorkerConfig, dtype: torch.dtype, kernels: Kernels) 
 def _choose_products(config: WorkerConfig, dtype: torch.dtype, kernels: Kernels) -> IntegerProducts | None:
     if config.quantization in ("auto", "none"):
         return None
-    if not kernels.is_batch_invariant:
+    if not isinstance(kernels, NativeKernels):
         raise _needs_native(f"quantization {config.quantization}", kernels)
     try:
-        return IntegerProducts(dtype)
+        return IntegerProducts(dtype, kernels.macros)
     except KernelsUnavailable as exc:
         raise ModelError(f"quantization {config.quantization}: {exc}; choose quantization auto or none") from exc
 

@@ -1,10 +1,12 @@
-// Matrix products of integers, for ELEMENT (float or bfloat16): activations are quantized to 8 bits in groups of 32, and
-// multiplied with the codes of the weights. The sums of a group are integers, hence exact; groups are summed in float32
+// Matrix products of integers: activations are quantized to 8 bits in groups of 32, and multiplied with the codes of the
+// weights. The sums of a group are integers, hence exact; groups are summed in float32
 // in their order, for every row and in every tile alike. So a row has the same bits whatever rows are beside it, and with
 // any number of threads.
 //
 // A weight lies in panels of 16 outputs. A group of a panel is 8 steps of 16 outputs x 4 inputs, each step 64 bytes; with
 // 4 bits two steps share them, the first in the low halves.
+
+#pragma once
 
 #include "lanes.h"
 
@@ -24,16 +26,15 @@ using SmallInts = int8_t __attribute__((vector_size(LANES)));
 constexpr int GROUP = 32;
 constexpr int STEPS = GROUP / 4;
 constexpr int STEP_BYTES = 4 * LANES;
-constexpr int ROWS = HAS_VNNI ? 4 : 1;  // of a tile, at most; without the instruction there are no registers for more
+constexpr int TILE_ROWS = HAS_VNNI ? 4 : 1;  // of a tile, at most; without the instruction there are no registers for more
 constexpr int PANELS = 2;    // of a tile, at most: its sums, 8 integer and 8 float, are in registers
 constexpr int BLOCK = 128;   // rows that one task computes, whose activations stay in the second cache
-constexpr int FEW_ROWS = 8;  // quantized by one thread
 
 struct Activations {  // [rows, groups] of each
-    const int8_t *codes;  // and GROUP
-    const float *scales;
-    const float *sums;       // the scale times the sum of the codes: the factor of a minimum
-    const int32_t *offsets;  // what the weights' zero adds to the product of the codes
+    int8_t *codes;    // and GROUP
+    float *scales;
+    float *sums;      // the scale times the sum of the codes: the factor of a minimum
+    int32_t *counts;  // the sum of the codes: the factor of a zero
 };
 
 struct Weight {
@@ -42,6 +43,7 @@ struct Weight {
     const uint16_t *minima;  // the same, or null
     const Element *bias;     // [panels * LANES], or null
     int64_t panels, groups;
+    int32_t zero, bits;
 };
 
 // ---- the instructions that differ ----
@@ -116,7 +118,7 @@ void tile(const Activations &x, const Weight &w, int64_t row, int64_t panel, Ele
         Ints sums[COUNT][WIDTH];
         const uint8_t *codes[WIDTH];
         for (int r = 0; r < COUNT; r++)
-            for (int p = 0; p < WIDTH; p++) sums[r][p] = x.offsets[at + r * w.groups] - Ints{};
+            for (int p = 0; p < WIDTH; p++) sums[r][p] = -w.zero * x.counts[at + r * w.groups] - Ints{};
         for (int p = 0; p < WIDTH; p++) codes[p] = w.codes + ((panel + p) * w.groups + g) * BYTES;
         add_group<BITS, COUNT, WIDTH>(sums, codes, x.codes + at * GROUP, w.groups * GROUP);
         for (int p = 0; p < WIDTH; p++) {
@@ -141,29 +143,36 @@ void tile(const Activations &x, const Weight &w, int64_t row, int64_t panel, Ele
 
 template <int BITS, int WIDTH>
 void tiles(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t panel, Element *out) {
-    for (; row + ROWS <= end; row += ROWS) tile<BITS, ROWS, WIDTH>(x, w, row, panel, out);
-    if constexpr (ROWS > 1) switch (end - row) {
+    for (; row + TILE_ROWS <= end; row += TILE_ROWS) tile<BITS, TILE_ROWS, WIDTH>(x, w, row, panel, out);
+    if constexpr (TILE_ROWS > 1) switch (end - row) {
         case 3: return tile<BITS, 3, WIDTH>(x, w, row, panel, out);
         case 2: return tile<BITS, 2, WIDTH>(x, w, row, panel, out);
         case 1: return tile<BITS, 1, WIDTH>(x, w, row, panel, out);
     }
 }
 
-// Threads take tasks, some panels for a block of rows, from one counter.
+constexpr int64_t AT_ONCE = 2 * PANELS;  // that a task computes
+
+inline int64_t num_pieces(const Weight &w) { return (w.panels + AT_ONCE - 1) / AT_ONCE; }
+
 template <int BITS>
-void product(const Activations &x, const Weight &w, int64_t rows, Element *out) {
-    constexpr int64_t AT_ONCE = 2 * PANELS;
-    const int64_t pieces = (w.panels + AT_ONCE - 1) / AT_ONCE, blocks = (rows + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t task = 0; task < pieces * blocks; task++) {
-        const int64_t row = task / pieces * BLOCK, end = std::min(row + BLOCK, rows);
-        const int64_t first = task % pieces * AT_ONCE, last = std::min(first + AT_ONCE, w.panels);
-        for (int64_t panel = first; panel < last; panel += PANELS)
-            if (panel + PANELS <= last)
-                tiles<BITS, PANELS>(x, w, row, end, panel, out);
-            else
-                tiles<BITS, 1>(x, w, row, end, panel, out);
-    }
+void task(const Activations &x, const Weight &w, int64_t rows, int64_t number, Element *out) {
+    const int64_t row = number / num_pieces(w) * BLOCK, end = std::min(row + BLOCK, rows);
+    const int64_t first = number % num_pieces(w) * AT_ONCE, last = std::min(first + AT_ONCE, w.panels);
+    for (int64_t panel = first; panel < last; panel += PANELS)
+        if (panel + PANELS <= last)
+            tiles<BITS, PANELS>(x, w, row, end, panel, out);
+        else
+            tiles<BITS, 1>(x, w, row, end, panel, out);
+}
+
+// The threads of a parallel region take tasks, some panels for a block of rows, from one counter, and wait for the last.
+// out [rows, panels * LANES].
+inline void product(const Activations &x, const Weight &w, int64_t rows, Element *out) {
+    const int64_t tasks = num_pieces(w) * ((rows + BLOCK - 1) / BLOCK);
+#pragma omp for schedule(dynamic)
+    for (int64_t number = 0; number < tasks; number++)
+        w.bits == 4 ? task<4>(x, w, rows, number, out) : task<8>(x, w, rows, number, out);
 }
 
 // ---- activations ----
@@ -200,30 +209,12 @@ inline void quantize_group(const Element *x, int8_t *codes, float &scale, int32_
     for (int i = 0; i < LANES; i++) sum += total[i];
 }
 
+inline void quantize_row(const Element *x, int64_t row, int64_t groups, const Activations &to) {
+    for (int64_t g = row * groups; g < (row + 1) * groups; g++) {
+        quantize_group(x, to.codes + g * GROUP, to.scales[g], to.counts[g]);
+        to.sums[g] = to.scales[g] * float(to.counts[g]);
+        x += GROUP;
+    }
+}
+
 }  // namespace
-
-extern "C" {
-
-// x [rows, groups * GROUP]; the results as in Activations.
-void quantize(const Element *x, int64_t rows, int64_t groups, int32_t zero, int8_t *codes, float *scales, float *sums,
-              int32_t *offsets) {
-#pragma omp parallel for schedule(static) if (rows > FEW_ROWS)
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t g = r * groups; g < (r + 1) * groups; g++) {
-            int32_t sum;
-            quantize_group(x + g * GROUP, codes + g * GROUP, scales[g], sum);
-            sums[g] = scales[g] * float(sum);
-            offsets[g] = -zero * sum;
-        }
-}
-
-// out [rows, panels * LANES].
-void multiply(const int8_t *codes, const float *scales, const float *sums, const int32_t *offsets, int64_t rows,
-              const uint8_t *weight, const uint16_t *weight_scales, const uint16_t *minima, const Element *bias,
-              int64_t panels, int64_t groups, int32_t bits, Element *out) {
-    const Activations x{codes, scales, sums, offsets};
-    const Weight w{weight, weight_scales, minima, bias, panels, groups};
-    bits == 4 ? product<4>(x, w, rows, out) : product<8>(x, w, rows, out);
-}
-
-}  // extern "C"

@@ -1,0 +1,183 @@
+"""Libraries compiled from C++ on this machine.
+
+A library is compiled once for its macros, such as a model's shape, for a compiler and a machine, and kept in the user's
+folder under a hash of all of them: the source with its headers, the command with the macros, and the macros that the
+compiler itself defines, which name its version and the machine's instructions. A kept library that others than the user
+and root can have changed is not loaded: the source is compiled again, in a private folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from trioengine.core.config import child_environment
+from trioengine.core.errors import ModelError
+from trioengine.hub.known_models import trioengine_home
+
+logger = logging.getLogger("trioengine")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-Wall")
+_TIMEOUT = 30.0  # seconds: one is needed, and a start may take longer without progress
+_WORKPLACE = ".compile-"  # + a random suffix
+
+
+class KernelsUnavailable(Exception):
+    """The native kernels cannot be had; the message is a reason for the user."""
+
+
+class CompilerMissing(KernelsUnavailable):
+    """The machine has no C++ compiler."""
+
+
+def find_compiler() -> str | None:
+    """Find GCC's compiler: with its OpenMP runtime the kernels share torch's threads."""
+    return shutil.which("g++")
+
+
+def load_library(source: Path, macros: Mapping[str, str | int], functions: Sequence[str] = ()) -> ctypes.CDLL:
+    """The source as a library with these functions, compiled with these macros unless a kept one can be trusted.
+
+    Raises KernelsUnavailable if it can be neither loaded nor compiled.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise CompilerMissing("no C++ compiler found; install g++")
+    command = [compiler, *_FLAGS, *(f"-D{name}={value}" for name, value in macros.items())]
+    try:
+        kept = _home() / f"{_hash(source, command)}.so"
+        library = _load_kept(kept)
+        if library is not None and _missing(library, functions) is None:
+            return library
+        logger.info("compiling the CPU kernels for this model and machine")
+        with _private_folder() as folder:
+            made = folder / kept.name
+            _compile(source.absolute(), command, made)
+            _keep(made, kept)
+            library = _load(made, kept)
+    except OSError as exc:
+        raise KernelsUnavailable(f"nothing can be compiled: {exc}") from exc
+    if (function := _missing(library, functions)) is not None:
+        raise KernelsUnavailable(f"the compiled library lacks the function {function}")
+    return library
+
+
+def _hash(source: Path, command: Sequence[str]) -> str:
+    macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
+    headers = (header.read_bytes() for header in sorted(source.parent.glob("*.h")))
+    parts = (source.read_bytes(), *headers, repr(command).encode(), macros)
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
+
+
+def _run(command: Sequence[str], folder: Path | None = None) -> bytes:
+    try:
+        ended = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TIMEOUT,
+            cwd=folder,
+            env=child_environment(os.environ) | {"LC_ALL": "C"},
+            check=False,
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise KernelsUnavailable(f"{command[0]} takes longer than {_TIMEOUT:g} s") from exc
+    except OSError as exc:
+        raise KernelsUnavailable(f"{command[0]} does not run: {exc}") from exc
+    if ended.returncode != 0:
+        said = ended.stderr.decode("utf-8", "replace").strip().splitlines()
+        why = next((line for line in said if "error" in line), said[-1] if said else f"exit status {ended.returncode}")
+        raise KernelsUnavailable(f"{command[0]} fails: {why}")
+    return ended.stdout
+
+
+def _home() -> Path:
+    try:
+        return trioengine_home() / "kernels"
+    except ModelError:  # the user has none
+        return Path(os.devnull)
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[Path]:
+    """A new folder with mode 0700, removed at the end; the path goes through a descriptor.
+
+    So it stays the same folder where others can rename it, as below a folder for temporary files without a sticky bit.
+    """
+    with tempfile.TemporaryDirectory(prefix="trioengine-") as name:
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            found = os.fstat(descriptor)
+            if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+                raise PermissionError(f"{name} was replaced")
+            yield Path(f"/proc/self/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
+
+
+def _compile(source: Path, command: Sequence[str], made: Path) -> None:
+    """Linked without -fopenmp: its runtime is the one that torch has loaded, with the same threads."""
+    _run([*command, "-c", str(source), "-o", "kernels.o"], made.parent)
+    _run([command[0], "-shared", "kernels.o", "-o", made.name], made.parent)
+
+
+def _keep(made: Path, kept: Path) -> None:
+    """Also in place of a file that is damaged or not trusted; nothing is kept in a folder that others can change."""
+    with contextlib.suppress(OSError):
+        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_ours(kept.parent):
+            return
+        with tempfile.TemporaryDirectory(prefix=_WORKPLACE, dir=kept.parent) as workplace:
+            copy = Path(workplace) / kept.name
+            with copy.open("wb") as file:
+                os.fchmod(file.fileno(), 0o644)
+                file.write(made.read_bytes())
+                file.flush()
+                os.fsync(file.fileno())  # a crash of the machine leaves the whole file under the name, or none
+            copy.replace(kept)
+
+
+def _load(made: Path, kept: Path) -> ctypes.CDLL:
+    """From the private folder, or where nothing may be run from that disk, as it was kept."""
+    try:
+        return ctypes.CDLL(str(made))
+    except OSError as exc:  # as where torch has another OpenMP than GCC's
+        if (library := _load_kept(kept)) is not None:
+            return library
+        raise KernelsUnavailable(f"the compiled library cannot be loaded: {exc}") from exc
+
+
+def _load_kept(library: Path) -> ctypes.CDLL | None:
+    """None: absent, damaged, on a disk from which nothing may be run, or others can have changed it."""
+    try:
+        place = library.resolve(strict=True)
+        return ctypes.CDLL(str(place)) if _is_ours(place) else None
+    except OSError:
+        return None
+
+
+def _missing(library: ctypes.CDLL, functions: Sequence[str]) -> str | None:
+    return next((name for name in functions if not hasattr(library, name)), None)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether only this user and root can change a file or folder, or put another one in its place.
+
+    `path` has no symbolic links. A folder above it may be writable by all where its sticky bit protects the entries.
+    """
+    return all(_only_we_change(place, is_above=place != path) for place in (path, *path.parents))
+
+
+def _only_we_change(place: Path, *, is_above: bool) -> bool:
+    found = place.lstat()
+    is_open = bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    is_sticky = is_above and bool(found.st_mode & stat.S_ISVTX)
+    return found.st_uid in (0, os.geteuid()) and (is_sticky or not is_open)

@@ -1,0 +1,71 @@
+"""Attention by native.cpp, and the layout of its batch, which the decoder shares."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trioengine.core.errors import InvariantError
+from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.kv_cache import KVCache
+
+
+class Library(Protocol):
+    """The library that has the kernels, and its shape."""
+
+    native: ctypes.CDLL
+    dtype: torch.dtype
+    group_size: int  # query heads that share keys and values
+    tile_size: int  # tokens of queries at a time
+
+
+class NativeAttention:
+    """One step's attention: keys and values are read in place, a tile of queries at a time."""
+
+    def __init__(self, library: Library, batch: ForwardBatch, cache: KVCache) -> None:
+        self._library, self.cache = library, cache
+        self.slots = batch.slot_mapping
+        self.tables = torch.from_numpy(batch.block_tables)
+        self.tiles = _tiles(batch, library.tile_size)
+
+    def forward(self, layer: int, heads: Tensor) -> Tensor:
+        library, kv_heads = self._library, self.cache.num_kv_heads
+        tokens, _, head_dim = heads.shape
+        result = heads.new_empty((tokens, library.group_size * kv_heads * head_dim))
+        at, cache = address(heads, library.dtype), address(self.cache.layers[layer], library.dtype)
+        library.native.store(at, tokens, kv_heads, self.slots.data_ptr(), cache)
+        library.native.attend(
+            at,
+            kv_heads,
+            cache,
+            self.tables.data_ptr(),
+            self.tables.shape[1],
+            self.tiles.data_ptr(),
+            len(self.tiles),
+            head_dim**-0.5,
+            result.data_ptr(),
+        )
+        return result
+
+
+def _tiles(batch: ForwardBatch, size: int) -> Tensor:
+    """Pieces of at most `size` new tokens of a sequence, as native.cpp's Tile: [num_tiles, 4], int64."""
+    counts = -(-batch.query_lens // size)  # tiles of each sequence
+    sequences = np.repeat(np.arange(len(counts)), counts)
+    offsets = (np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)) * size
+    new = batch.query_lens[sequences]
+    tokens = np.minimum(size, new - offsets)
+    rows = (np.cumsum(batch.query_lens) - batch.query_lens)[sequences] + offsets
+    contexts = batch.context_lens[sequences] - new + offsets + tokens
+    return torch.from_numpy(np.stack((sequences, rows, tokens, contexts), axis=1))
+
+
+def address(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Return the address, once dtype and layout are checked: C++ would read garbage from any other tensor."""
+    if tensor.dtype != dtype or not tensor.is_contiguous():
+        raise InvariantError(f"a native kernel got {tensor.dtype} in strides {tensor.stride()}, not {dtype} in a row")
+    return tensor.data_ptr()

@@ -1,0 +1,160 @@
+"""All layers of a decoder with integer weights, in one call of decoder.cpp a step."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from trioengine.core.errors import InvariantError
+from trioengine.hub.model_config import TextConfig
+from trioengine.worker.kernels import Attention, DecoderLayer, DecoderWeights, RMSNorm
+from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.native_attention import NativeAttention, address
+from trioengine.worker.kernels.products import ActivationsAddress, IntegerLinear, IntegerProducts, WeightAddress
+
+_ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (("weight", _ADDRESS), ("epsilon", _FLOAT))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("input_norm", _Norm),
+        ("qkv", WeightAddress),
+        ("output", WeightAddress),
+        ("post_attention_norm", _Norm),
+        ("gate_up", WeightAddress),
+        ("down", WeightAddress),
+    )
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = (
+        ("layers", _ADDRESS),
+        ("num_layers", _COUNT),
+        ("kv_heads", _COUNT),
+        ("rotary", _ADDRESS),
+        ("norm", _Norm),
+        ("scale", _FLOAT),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("tokens", _COUNT),
+        ("positions", _ADDRESS),
+        ("slots", _ADDRESS),
+        ("tiles", _ADDRESS),
+        ("num_tiles", _COUNT),
+        ("tables", _ADDRESS),
+        ("width", _COUNT),
+        ("caches", _ADDRESS),
+        ("output_rows", _ADDRESS),
+        ("outputs", _COUNT),
+        ("delta", _ADDRESS),
+        ("out", _ADDRESS),
+    )
+
+
+class _Scratch(ctypes.Structure):
+    _fields_ = (
+        ("quantized", ActivationsAddress),
+        ("hidden", _ADDRESS),
+        ("selected", _ADDRESS),
+        ("wide", _ADDRESS),
+        ("narrow", _ADDRESS),
+    )
+
+
+def integer_layers(layers: Sequence[DecoderLayer]) -> list[tuple[IntegerLinear, ...]] | None:
+    """The products of each layer, in their order; None unless all are of integers."""
+    products = [(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in layers]
+    are_integers = all(isinstance(product, IntegerLinear) for each in products for product in each)
+    return cast("list[tuple[IntegerLinear, ...]]", products) if are_integers else None
+
+
+class NativeDecoder:
+    """The bits are those of LayerByLayer with the same kernels and products. For one thread at a time."""
+
+    def __init__(
+        self, config: TextConfig, weights: DecoderWeights, products: Sequence[tuple[IntegerLinear, ...]]
+    ) -> None:
+        """`products` are those of each layer, by `integer_layers`."""
+        self._weights = weights  # the memory at the addresses
+        self._products = products[0][0].products
+        self._layers = (_Layer * len(products))(*map(_layer, weights.layers, products))
+        self._decoder = _Decoder(
+            ctypes.addressof(self._layers),
+            len(products),
+            config.num_kv_heads,
+            address(weights.rotary.table, self._products.dtype),
+            _norm(weights.norm),
+            config.head_dim**-0.5,
+        )
+        outputs, inputs = zip(
+            *((each.out_features, each.in_features) for layer in products for each in layer), strict=True
+        )
+        self._scratch = _DecoderScratch(self._products, config.hidden_size, max(outputs), max(inputs))
+
+    def forward(self, embeddings: Tensor, batch: ForwardBatch, attention: Attention) -> Tensor:
+        if not isinstance(attention, NativeAttention):
+            raise InvariantError(f"the native decoder got another attention: {attention!r}")
+        tokens, size = embeddings.shape
+        rows, dtype = batch.output_rows, self._products.dtype
+        result = embeddings.new_empty((len(rows), size))
+        caches = (_ADDRESS * len(self._layers))(*(address(layer, dtype) for layer in attention.cache.layers))
+        step = _Step(
+            tokens,
+            address(batch.positions, torch.int64),
+            address(attention.slots, torch.int64),
+            address(attention.tiles, torch.int64),
+            len(attention.tiles),
+            address(attention.tables, torch.int64),
+            attention.tables.shape[1],
+            ctypes.addressof(caches),
+            address(rows, torch.int64),
+            len(rows),
+            address(embeddings, dtype),
+            result.data_ptr(),
+        )
+        scratch = self._scratch.reserve(tokens)
+        self._products.native.decode(ctypes.byref(self._decoder), ctypes.byref(step), ctypes.byref(scratch))
+        return result
+
+
+def _layer(layer: DecoderLayer, products: tuple[IntegerLinear, ...]) -> _Layer:
+    qkv, output, gate_up, down = (product.address for product in products)
+    return _Layer(_norm(layer.input_norm), qkv, output, _norm(layer.post_attention_norm), gate_up, down)
+
+
+def _norm(norm: RMSNorm) -> _Norm:
+    return _Norm(address(norm.weight, torch.float32), norm.epsilon)
+
+
+class _DecoderScratch:
+    """Memory for a step; it grows, and is kept for the next one."""
+
+    def __init__(self, products: IntegerProducts, hidden_size: int, wide: int, narrow: int) -> None:
+        """`wide` and `narrow` are the most columns that a product has behind it and before it."""
+        self._products = products
+        self._hidden_size, self._wide, self._narrow = hidden_size, wide, narrow
+        self._tokens = 0
+        self._memory: tuple[Tensor, ...] = ()
+
+    def reserve(self, tokens: int) -> _Scratch:
+        """Make room for a step with so many tokens."""
+        if tokens > self._tokens:
+            dtype = self._products.dtype
+            self._memory = (
+                *(torch.empty((tokens, self._hidden_size)) for _ in range(2)),
+                *(torch.empty((tokens, columns), dtype=dtype) for columns in (self._wide, self._narrow)),
+            )
+            self._tokens = tokens
+        self._products.quantized.reserve(tokens * self._narrow)
+        return _Scratch(self._products.quantized.address, *(each.data_ptr() for each in self._memory))
