@@ -3,8 +3,9 @@
 // in their order, for every row and in every tile alike. So a row has the same bits whatever rows are beside it, and with
 // any number of threads.
 //
-// A weight lies in panels of 16 outputs. A group of a panel is 8 steps of 16 outputs x 4 inputs, each step 64 bytes; with
-// 4 bits two steps share them, the first in the low halves.
+// A weight lies in panels of 16 outputs, of which two at a time are read as one stream: for each group the codes of both,
+// their scales, and their minima. A group of a panel is 8 steps of 16 outputs x 4 inputs, each step 64 bytes; with 4 bits
+// two steps share them, the first in the low halves.
 
 #pragma once
 
@@ -38,13 +39,14 @@ struct Activations {  // [rows, groups] of each
 };
 
 struct Weight {
-    const uint8_t *codes;    // [panels, groups, GROUP * LANES * bits / 8]
-    const uint16_t *scales;  // [panels, groups, LANES], float16
-    const uint16_t *minima;  // the same, or null
-    const Element *bias;     // [panels * LANES], or null
+    const uint8_t *data;  // [panels / PANELS, groups] of all that a tile needs; a last panel alone in the same way
+    const Element *bias;  // [panels * LANES], or null
     int64_t panels, groups;
     int32_t zero, bits;
+    bool has_minima;
 };
+
+constexpr int FACTOR_BYTES = 2 * LANES;  // of a panel's scales, or minima, in float16
 
 // ---- the instructions that differ ----
 
@@ -67,7 +69,7 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-inline Floats load_halves(const uint16_t *from) {  // finite numbers
+inline Floats load_halves(const uint8_t *from) {  // finite numbers
 #if HAS_VNNI
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 #else
@@ -86,16 +88,17 @@ inline Bytes load_bytes(const uint8_t *from) {
     return result;
 }
 
-// The integer sums of one group.
+// The integer sums of one group, whose codes begin at `weight`.
 template <int BITS, int COUNT, int WIDTH>
-inline __attribute__((always_inline)) void add_group(Ints (&sums)[COUNT][WIDTH], const uint8_t *const (&weight)[WIDTH],
-                                                     const int8_t *row, int64_t stride) {
+inline __attribute__((always_inline)) void add_group(Ints (&sums)[COUNT][WIDTH], const uint8_t *weight, const int8_t *row,
+                                                     int64_t stride) {
     constexpr int SHARED = 8 / BITS;  // steps in the same bytes
+    constexpr int BYTES = GROUP * LANES / SHARED;
 #pragma GCC unroll 8
     for (int step = 0; step < STEPS; step += SHARED) {
         Bytes codes[WIDTH];
 #pragma GCC unroll 2
-        for (int p = 0; p < WIDTH; p++) codes[p] = load_bytes(weight[p] + step / SHARED * STEP_BYTES);
+        for (int p = 0; p < WIDTH; p++) codes[p] = load_bytes(weight + p * BYTES + step / SHARED * STEP_BYTES);
 #pragma GCC unroll 2
         for (int part = 0; part < SHARED; part++)
 #pragma GCC unroll 4
@@ -111,24 +114,24 @@ inline __attribute__((always_inline)) void add_group(Ints (&sums)[COUNT][WIDTH],
 
 template <int BITS, int COUNT, int WIDTH>
 void tile(const Activations &x, const Weight &w, int64_t row, int64_t panel, Element *out) {
-    constexpr int BYTES = GROUP * LANES * BITS / 8;
+    constexpr int CODES = GROUP * LANES * BITS / 8;  // bytes
+    const int64_t panel_bytes = CODES + (w.has_minima ? 2 : 1) * FACTOR_BYTES;
+    const uint8_t *group = w.data + panel * w.groups * panel_bytes;
     Floats results[COUNT][WIDTH]{};
-    for (int64_t g = 0; g < w.groups; g++) {
+    for (int64_t g = 0; g < w.groups; g++, group += WIDTH * panel_bytes) {
         const int64_t at = row * w.groups + g;  // of the first row
+        const uint8_t *scales = group + WIDTH * CODES, *minima = scales + WIDTH * FACTOR_BYTES;
         Ints sums[COUNT][WIDTH];
-        const uint8_t *codes[WIDTH];
         for (int r = 0; r < COUNT; r++)
             for (int p = 0; p < WIDTH; p++) sums[r][p] = -w.zero * x.counts[at + r * w.groups] - Ints{};
-        for (int p = 0; p < WIDTH; p++) codes[p] = w.codes + ((panel + p) * w.groups + g) * BYTES;
-        add_group<BITS, COUNT, WIDTH>(sums, codes, x.codes + at * GROUP, w.groups * GROUP);
+        add_group<BITS, COUNT, WIDTH>(sums, group, x.codes + at * GROUP, w.groups * GROUP);
         for (int p = 0; p < WIDTH; p++) {
-            const int64_t lanes = ((panel + p) * w.groups + g) * LANES;
-            const Floats scale = load_halves(w.scales + lanes);
+            const Floats scale = load_halves(scales + p * FACTOR_BYTES);
             for (int r = 0; r < COUNT; r++)
                 results[r][p] = multiply_add(__builtin_convertvector(sums[r][p], Floats),
                                              scale * x.scales[at + r * w.groups], results[r][p]);
-            if (w.minima == nullptr) continue;
-            const Floats minimum = load_halves(w.minima + lanes);
+            if (!w.has_minima) continue;
+            const Floats minimum = load_halves(minima + p * FACTOR_BYTES);
             for (int r = 0; r < COUNT; r++)
                 results[r][p] = multiply_add(minimum, all(x.sums[at + r * w.groups]), results[r][p]);
         }
@@ -170,7 +173,7 @@ void task(const Activations &x, const Weight &w, int64_t rows, int64_t number, E
 // out [rows, panels * LANES].
 inline void product(const Activations &x, const Weight &w, int64_t rows, Element *out) {
     const int64_t tasks = num_pieces(w) * ((rows + BLOCK - 1) / BLOCK);
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(guided)
     for (int64_t number = 0; number < tasks; number++)
         w.bits == 4 ? task<4>(x, w, rows, number, out) : task<8>(x, w, rows, number, out);
 }

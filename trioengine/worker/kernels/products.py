@@ -6,7 +6,7 @@ A row's result has the same bits whatever other rows a step has, and with any nu
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from trioengine.worker.kernels.compiler import load_library
 from trioengine.worker.kernels.linear import GROUP, joined
 
 PANEL = 16  # outputs whose codes lie together
+_PANELS = 2  # that are read together
 _SOURCE = Path(__file__).with_name("decoder.cpp")
 _ALIGNMENT = 64  # bytes: a step's codes are one line of the cache
 _LARGEST = 127  # of a code of 8 bits with a sign
@@ -33,14 +34,13 @@ class WeightAddress(ctypes.Structure):
     """A weight as integers.h has it."""
 
     _fields_ = (
-        ("codes", _ADDRESS),
-        ("scales", _ADDRESS),
-        ("minima", _ADDRESS),
+        ("data", _ADDRESS),
         ("bias", _ADDRESS),
         ("panels", _COUNT),
         ("groups", _COUNT),
         ("zero", _INT),
         ("bits", _INT),
+        ("has_minima", ctypes.c_bool),
     )
 
 
@@ -147,14 +147,15 @@ class IntegerLinear:
     def __init__(self, products: IntegerProducts, weight: IntegerWeight, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.codes.shape
         self.products = products
-        minima = None if weight.minima is None else _pack_groups(weight.minima)
-        self._memory = _pack(weight), _pack_groups(weight.scales), minima, bias
+        self._memory = _pack(weight), bias
         self.address = WeightAddress(
-            *(None if part is None else part.data_ptr() for part in self._memory),
+            self._memory[0].data_ptr(),
+            None if bias is None else bias.data_ptr(),
             self.out_features // PANEL,
             self.in_features // GROUP,
             weight.zero,
             weight.bits,
+            weight.minima is not None,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -170,17 +171,31 @@ class IntegerLinear:
 
 
 def _pack(weight: IntegerWeight) -> Tensor:
-    """[panels, steps, PANEL * 4] bytes, aligned; with 4 bits two steps in one."""
+    """The bytes of Weight.data in integers.h, aligned."""
     rows, columns = weight.codes.shape
-    steps = weight.codes.view(rows // PANEL, PANEL, columns // 4, 4).transpose(1, 2).reshape(rows // PANEL, -1, 64)
+    panels, groups = rows // PANEL, columns // GROUP
+    steps = weight.codes.view(panels, PANEL, columns // 4, 4).transpose(1, 2).reshape(panels, -1, 4 * PANEL)
     if weight.bits == 4:
         steps = steps[:, 0::2] | steps[:, 1::2] << 4
-    memory = torch.empty(steps.numel() + _ALIGNMENT, dtype=torch.uint8)
+    parts = [steps.view(panels, groups, -1), _halves(weight.scales)]
+    if weight.minima is not None:
+        parts.append(_halves(weight.minima))
+    whole = panels // _PANELS * _PANELS
+    streams = [_stream(parts, slice(0, whole), _PANELS), _stream(parts, slice(whole, panels), 1)]
+    size = sum(map(len, streams))
+    memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
     start = -memory.data_ptr() % _ALIGNMENT
-    packed = memory[start : start + steps.numel()].view(steps.shape)
-    return packed.copy_(steps)
+    return torch.cat(streams, out=memory[start : start + size])
 
 
-def _pack_groups(values: Tensor) -> Tensor:
-    """[panels, groups, PANEL], float16."""
-    return values.view(-1, PANEL, values.shape[1]).transpose(1, 2).half().contiguous()
+def _stream(parts: Sequence[Tensor], panels: slice, together: int) -> Tensor:
+    """The panels of all parts [panels, groups, bytes], so many together, a group after the other."""
+    joined_groups = (
+        part[panels].view(-1, together, *part.shape[1:]).transpose(1, 2).flatten(2) for part in parts
+    )  # [panels / together, groups, together * bytes]
+    return torch.cat(list(joined_groups), dim=2).flatten()
+
+
+def _halves(values: Tensor) -> Tensor:
+    """[rows, groups] -> [panels, groups, 2 * PANEL] bytes of float16."""
+    return values.view(-1, PANEL, values.shape[1]).transpose(1, 2).half().contiguous().view(torch.uint8)
