@@ -42,10 +42,15 @@ def make_products(dtype, **macros):
 def reference(x, values, bias):
     """The same quantized mathematics in float64; `values` are the weight's."""
     groups = x.float().view(len(x), -1, GROUP)
-    largest = groups.abs().amax(dim=-1, keepdim=True)
-    factors = torch.where(largest > 0, torch.tensor(127.0) / largest, 0.0)  # not by torch's reciprocal
-    rounded = (groups.double() * factors.double()).round() * (largest / 127).double()
-    return rounded.flatten(1) @ values.double().t() + (0 if bias is None else bias.double())
+    least = groups.amin(dim=-1, keepdim=True)
+    ranges = groups.amax(dim=-1, keepdim=True) - least
+    factors = torch.where(ranges > 0, torch.tensor(255.0) / ranges, 0.0)  # not by torch's reciprocal
+    scales = (ranges / 255).double()
+    steps = ((groups - least).double() * factors.double()).round() - 128
+    offsets = least.double() + 128 * scales  # [rows, groups, 1]
+    totals = values.view(len(values), -1, GROUP).sum(dim=2).half()  # as they are stored
+    products = (steps * scales).flatten(1) @ values.double().t() + offsets.squeeze(2) @ totals.double().t()
+    return products + (0 if bias is None else bias.double())
 
 
 @pytest.mark.parametrize("kind", KINDS)

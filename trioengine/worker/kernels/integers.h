@@ -1,10 +1,10 @@
-// Matrix products of integers: activations are quantized to 8 bits in groups of 32, and multiplied with the codes of the
-// weights. The sums of a group are integers, hence exact; groups are summed in float32
+// Matrix products of integers: activations are quantized to 8 bits in groups of 32, between the least and the greatest of
+// a group, and multiplied with the codes of the weights. The sums of a group are integers, hence exact; groups are summed in float32
 // in their order, for every row and in every tile alike. So a row has the same bits whatever rows are beside it, and with
 // any number of threads.
 //
 // A weight lies in panels of 16 outputs, of which two at a time are read as one stream: for each group the codes of both,
-// their scales, and their minima. A group of a panel is 8 steps of 16 outputs x 4 inputs, each step 64 bytes; with 4 bits
+// their scales, the totals of the weights, by which offsets are multiplied, and their minima. A group of a panel is 8 steps of 16 outputs x 4 inputs, each step 64 bytes; with 4 bits
 // two steps share them, the first in the low halves.
 
 #pragma once
@@ -31,9 +31,9 @@ constexpr int TILE_ROWS = HAS_VNNI ? 4 : 1;  // of a tile, at most; without the 
 constexpr int PANELS = 2;    // of a tile, at most: its sums, 8 integer and 8 float, are in registers
 constexpr int BLOCK = 128;   // rows that one task computes, whose activations stay in the second cache
 
-struct Activations {  // [rows, groups] of each
+struct Activations {  // [rows, groups] of each: an activation is about its code * scale + offset
     int8_t *codes;    // and GROUP
-    float *scales;
+    float *scales, *offsets;
     float *sums;      // the scale times the sum of the codes: the factor of a minimum
     int32_t *counts;  // the sum of the codes: the factor of a zero
 };
@@ -46,7 +46,7 @@ struct Weight {
     bool has_minima;
 };
 
-constexpr int FACTOR_BYTES = 2 * LANES;  // of a panel's scales, or minima, in float16
+constexpr int FACTOR_BYTES = 2 * LANES;  // of a panel's scales, totals or minima, in float16
 
 // ---- the instructions that differ ----
 
@@ -115,12 +115,13 @@ inline __attribute__((always_inline)) void add_group(Ints (&sums)[COUNT][WIDTH],
 template <int BITS, int COUNT, int WIDTH>
 void tile(const Activations &x, const Weight &w, int64_t row, int64_t panel, Element *out) {
     constexpr int CODES = GROUP * LANES * BITS / 8;  // bytes
-    const int64_t panel_bytes = CODES + (w.has_minima ? 2 : 1) * FACTOR_BYTES;
+    const int64_t panel_bytes = CODES + (w.has_minima ? 3 : 2) * FACTOR_BYTES;
     const uint8_t *group = w.data + panel * w.groups * panel_bytes;
     Floats results[COUNT][WIDTH]{};
     for (int64_t g = 0; g < w.groups; g++, group += WIDTH * panel_bytes) {
         const int64_t at = row * w.groups + g;  // of the first row
-        const uint8_t *scales = group + WIDTH * CODES, *minima = scales + WIDTH * FACTOR_BYTES;
+        const uint8_t *scales = group + WIDTH * CODES, *totals = scales + WIDTH * FACTOR_BYTES;
+        const uint8_t *minima = totals + WIDTH * FACTOR_BYTES;
         Ints sums[COUNT][WIDTH];
         for (int r = 0; r < COUNT; r++)
             for (int p = 0; p < WIDTH; p++) sums[r][p] = -w.zero * x.counts[at + r * w.groups] - Ints{};
@@ -130,6 +131,9 @@ void tile(const Activations &x, const Weight &w, int64_t row, int64_t panel, Ele
             for (int r = 0; r < COUNT; r++)
                 results[r][p] = multiply_add(__builtin_convertvector(sums[r][p], Floats),
                                              scale * x.scales[at + r * w.groups], results[r][p]);
+            const Floats total = load_halves(totals + p * FACTOR_BYTES);
+            for (int r = 0; r < COUNT; r++)
+                results[r][p] = multiply_add(total, all(x.offsets[at + r * w.groups]), results[r][p]);
             if (!w.has_minima) continue;
             const Floats minimum = load_halves(minima + p * FACTOR_BYTES);
             for (int r = 0; r < COUNT; r++)
@@ -186,38 +190,35 @@ inline Floats rounded_product(Floats v, float factor) {
     return multiply_add(v, all(factor), shift) - shift;
 }
 
-// Numbers that are not finite make the scale of their group nan or infinite, and with it all results of their row.
-inline void quantize_group(const Element *x, int8_t *codes, float &scale, int32_t &sum) {
+inline float least(Floats v) { return -largest(-v); }
+
+// Numbers that are not finite make the scale of their group nan, and with it all results of their row.
+inline void quantize_group(const Element *x, int64_t at, const Activations &to) {
     const Floats halves[2] = {load(x), load(x + LANES)};
-    Words top{};
-    for (Floats half : halves) {
-        const Words bits = (Words)half & 0x7fffffff;  // the order of these is that of the numbers, with nan the largest
-        top = top < bits ? bits : top;
-    }
-    uint32_t most = 0;
-    for (int i = 0; i < LANES; i++) most = std::max(most, top[i]);
-    float largest;
-    std::memcpy(&largest, &most, sizeof largest);
-    const bool is_normal = largest > 1e-30f && largest < INFINITY;
-    const float factor = is_normal ? 127.0f / largest : 0;
-    scale = largest / 127.0f;
+    const Words low = (Words)halves[0] & 0x7fffffff, high = (Words)halves[1] & 0x7fffffff;
+    const Ints finite = (low < 0x7f800000) & (high < 0x7f800000);
+    int all_finite = -1;
+    for (int i = 0; i < LANES; i++) all_finite &= finite[i];
+    const float lowest = least(-larger(-halves[0], -halves[1])), range = largest(larger(halves[0], halves[1])) - lowest;
+    const bool varies = all_finite && range > 1e-30f;
+    const float factor = varies ? 255.0f / range : 0;
     Ints total{};
     for (int h = 0; h < 2; h++) {
-        const Ints integers = __builtin_convertvector(is_normal ? rounded_product(halves[h], factor) : Floats{}, Ints);
+        const Floats steps = varies ? rounded_product(halves[h] - lowest, factor) - 128.0f : Floats{};
+        const Ints integers = __builtin_convertvector(steps, Ints);
         const SmallInts small = __builtin_convertvector(integers, SmallInts);
-        std::memcpy(codes + h * LANES, &small, sizeof small);
+        std::memcpy(to.codes + at * GROUP + h * LANES, &small, sizeof small);
         total += integers;
     }
-    sum = 0;
-    for (int i = 0; i < LANES; i++) sum += total[i];
+    to.counts[at] = 0;
+    for (int i = 0; i < LANES; i++) to.counts[at] += total[i];
+    to.scales[at] = !all_finite ? NAN : varies ? range / 255.0f : 0;
+    to.offsets[at] = varies ? lowest + 128.0f * to.scales[at] : lowest;
+    to.sums[at] = to.scales[at] * float(to.counts[at]);
 }
 
 inline void quantize_row(const Element *x, int64_t row, int64_t groups, const Activations &to) {
-    for (int64_t g = row * groups; g < (row + 1) * groups; g++) {
-        quantize_group(x, to.codes + g * GROUP, to.scales[g], to.counts[g]);
-        to.sums[g] = to.scales[g] * float(to.counts[g]);
-        x += GROUP;
-    }
+    for (int64_t g = 0; g < groups; g++) quantize_group(x + g * GROUP, row * groups + g, to);
 }
 
 }  // namespace

@@ -47,7 +47,7 @@ class WeightAddress(ctypes.Structure):
 class ActivationsAddress(ctypes.Structure):
     """Quantized rows as integers.h has them."""
 
-    _fields_ = (("codes", _ADDRESS), ("scales", _ADDRESS), ("sums", _ADDRESS), ("counts", _ADDRESS))
+    _fields_ = tuple((name, _ADDRESS) for name in ("codes", "scales", "offsets", "sums", "counts"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +130,14 @@ class QuantizedRows:
 
     def __init__(self) -> None:
         self._codes = torch.empty(0, dtype=torch.int8)
-        self._factors = torch.empty((3, 0))  # float32 or int32
+        self._factors = torch.empty((4, 0))  # float32 or int32
         self.address = ActivationsAddress()
 
     def reserve(self, elements: int) -> None:
         """Make room for so many rows times columns."""
         if elements > len(self._codes):
             self._codes = torch.empty(elements, dtype=torch.int8)
-            self._factors = torch.empty((3, elements // GROUP))
+            self._factors = torch.empty((4, elements // GROUP))
             self.address = ActivationsAddress(self._codes.data_ptr(), *(row.data_ptr() for row in self._factors))
 
 
@@ -177,7 +177,8 @@ def _pack(weight: IntegerWeight) -> Tensor:
     steps = weight.codes.view(panels, PANEL, columns // 4, 4).transpose(1, 2).reshape(panels, -1, 4 * PANEL)
     if weight.bits == 4:
         steps = steps[:, 0::2] | steps[:, 1::2] << 4
-    parts = [steps.view(panels, groups, -1), _halves(weight.scales)]
+    totals = weight.dequantize().view(rows, groups, GROUP).sum(dim=2)
+    parts = [steps.view(panels, groups, -1), _halves(weight.scales), _halves(totals)]
     if weight.minima is not None:
         parts.append(_halves(weight.minima))
     whole = panels // _PANELS * _PANELS
