@@ -1,5 +1,6 @@
 """Products of integers: as the same mathematics in torch, and with the same bits in any batch."""
 
+import contextlib
 import random
 
 import gguf
@@ -11,14 +12,18 @@ from test_batch_invariance import check, check_preemption
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
+from trioengine.worker.kernels import products
+from trioengine.worker.kernels.compiler import KernelsUnavailable
 from trioengine.worker.kernels.linear import GROUP
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.products import IntegerProducts, can_multiply, join_integers, to_integers
 from trioengine.worker.kernels.torch_kernels import TorchKernels
-from trioengine.worker.runner.model_weights import _choose_linears
+from trioengine.worker.runner.model_weights import choose_linears
+from trioengine.worker.weights import open_checkpoint
 from trioengine.worker.weights.files import read_integers
 
 KINDS = ["Q4_0", "Q4_1", "Q8_0"]
+NATIVE = (3, 1, 64)  # the shape of a model
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +41,7 @@ def stored(kind, rows, columns, seed=0):
 
 def make_products(dtype, **macros):
     """Of a library that is compiled for some model: products do not depend on its shape."""
-    return IntegerProducts(dtype, NativeKernels(3, 1, 64, dtype, 16).macros | macros)
+    return IntegerProducts(dtype, NativeKernels(*NATIVE, dtype, 16).macros | macros)
 
 
 def reference(x, values, bias):
@@ -63,7 +68,7 @@ def test_nothing_is_lost(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_the_reference(kind, dtype, macros):
-    products = make_products(dtype, **macros)
+    made = make_products(dtype, **macros)
     torch.manual_seed(0)
     rng = random.Random(kind)
     for rows in (1, 2, 3, 4, 5, 130):
@@ -72,7 +77,7 @@ def test_as_the_reference(kind, dtype, macros):
         bias = torch.randn(outputs).to(dtype) if rows % 2 else None
         x = (torch.randn(rows, inputs) * 10 ** rng.uniform(-3, 3)).to(dtype)
         expected = reference(x, exact, bias)
-        error = (products.make(weight, bias)(x).double() - expected).abs().max()
+        error = (made.make(weight, bias)(x).double() - expected).abs().max()
         assert error <= (1e-5 if dtype == torch.float32 else 4e-3) * expected.abs().max()
 
 
@@ -165,11 +170,51 @@ def test_weights_of_eight_bits_have_the_same_bits_in_any_batch(tiny_llama, tmp_p
     check_preemption(runner, prompts, lengths)
 
 
-def test_auto_and_none_make_no_integer_products():
-    for quantization in ("auto", "none"):
-        assert choose_linears(quantization).products is None
-    assert choose_linears("none").takes_four_bit is False
+def products_of(quantization="auto", dtype=torch.bfloat16, kernels=None, *, has_integers=True):
+    kernels = kernels or NativeKernels(*NATIVE, dtype, 16)
+    config = WorkerConfig("m.gguf", quantization=quantization)
+    return choose_linears(config, dtype, kernels, has_integers=has_integers).products
 
 
-def choose_linears(quantization):
-    return _choose_linears(WorkerConfig("m.gguf", quantization=quantization), torch.bfloat16, TorchKernels(9))
+def test_auto_takes_integers_where_they_are_fast_and_exact_enough(monkeypatch):
+    assert (products_of() is not None) == torch.cpu._is_vnni_supported()
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    assert products_of() is not None
+    assert products_of(dtype=torch.float32) is None
+    assert products_of(has_integers=False) is None
+    assert products_of(kernels=TorchKernels(3)) is None
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    assert products_of() is None
+    assert products_of("gguf") is not None
+
+
+def test_none_makes_neither_integers_nor_four_bits():
+    linears = choose_linears(
+        WorkerConfig("m.gguf", quantization="none"), torch.bfloat16, TorchKernels(9), has_integers=True
+    )
+    assert linears.products is None
+    assert linears.takes_four_bit is False
+
+
+def test_auto_goes_on_without_a_library_that_cannot_be_compiled(monkeypatch, capsys):
+    def fail(source, *_):
+        raise KernelsUnavailable("g++ fails: there is no memory")
+
+    kernels = NativeKernels(*NATIVE, torch.bfloat16, 16)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    monkeypatch.setattr(products, "load_library", fail)
+    assert products_of(kernels=kernels) is None
+    assert (
+        capsys.readouterr().err
+        == "trioengine: no products of integers, others are slower: g++ fails: there is no memory\n"
+    )
+    with pytest.raises(
+        ModelError, match=r"quantization gguf: g\+\+ fails: there is no memory; choose quantization auto or"
+    ):
+        products_of("gguf", kernels=kernels)
+
+
+def test_which_checkpoints_have_integers(smollm2, tiny_llama, tmp_path):
+    for path, has_integers in ((smollm2, True), (tiny_llama.write(tmp_path / "plain", "plain"), False)):
+        with contextlib.closing(open_checkpoint(str(path))) as checkpoint:
+            assert checkpoint.has_integers == has_integers

@@ -61,14 +61,14 @@ class ModelSpec:
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, device)
         with contextlib.closing(open_checkpoint(config.model_path)) as checkpoint:
-            model = checkpoint.config
+            model, has_integers = checkpoint.config, checkpoint.has_integers
         _check_pillow(config.model_path, model)
         weights = sum(map(math.prod, model.wanted_tensors().values())) * dtype.itemsize
         num_blocks = count_blocks(config, model.text, dtype, device, weights)
         limits = (model.text.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
         max_model_len = min(limit for limit in limits if limit is not None)
         kernels = choose_kernels(config.kernels, model.text, dtype, device, config.block_size)
-        linears = _choose_linears(config, dtype, kernels)
+        linears = choose_linears(config, dtype, kernels, has_integers=has_integers)
         return ModelSpec(model, device, dtype, max_model_len, num_blocks, config.block_size, kernels, linears)
 
     @contextlib.contextmanager
@@ -124,11 +124,14 @@ def choose_kernels(name: str, model: TextConfig, dtype: torch.dtype, device: tor
         return TorchKernels(model.num_heads)
 
 
-def _choose_linears(config: WorkerConfig, dtype: torch.dtype, kernels: Kernels) -> LinearOptions:
-    """Invariant in float32 where possible, and with integers. Raises ModelError without kernels that allow it."""
+def choose_linears(config: WorkerConfig, dtype: torch.dtype, kernels: Kernels, *, has_integers: bool) -> LinearOptions:
+    """Invariant in float32 where possible, and with integers. Raises ModelError without kernels that allow it.
+
+    `has_integers`: whether the checkpoint stores weights that integer products take.
+    """
     if config.batch_invariant and not kernels.is_batch_invariant:
         raise _needs_native("batch_invariant", kernels)
-    products = _choose_products(config, dtype, kernels)
+    products = _choose_products(config, dtype, kernels, has_integers=has_integers)
     is_invariant = config.batch_invariant or dtype == torch.float32 or products is not None
     return LinearOptions(
         InvariantLinears(is_required=config.batch_invariant) if kernels.is_batch_invariant and is_invariant else None,
@@ -138,15 +141,25 @@ def _choose_linears(config: WorkerConfig, dtype: torch.dtype, kernels: Kernels) 
     )
 
 
-def _choose_products(config: WorkerConfig, dtype: torch.dtype, kernels: Kernels) -> IntegerProducts | None:
-    if config.quantization in ("auto", "none"):
+def _choose_products(
+    config: WorkerConfig, dtype: torch.dtype, kernels: Kernels, *, has_integers: bool
+) -> IntegerProducts | None:
+    """`auto`: in bfloat16, where the file has integers, and the CPU multiplies them fast."""
+    is_auto = config.quantization == "auto"
+    is_chosen = has_integers and dtype == torch.bfloat16 and torch.cpu._is_vnni_supported()
+    if config.quantization == "none" or (is_auto and not is_chosen):
         return None
     if not isinstance(kernels, NativeKernels):
-        raise _needs_native(f"quantization {config.quantization}", kernels)
+        if not is_auto:
+            raise _needs_native(f"quantization {config.quantization}", kernels)
+        return None
     try:
         return IntegerProducts(dtype, kernels.macros)
     except KernelsUnavailable as exc:
-        raise ModelError(f"quantization {config.quantization}: {exc}; choose quantization auto or none") from exc
+        if not is_auto:
+            raise ModelError(f"quantization {config.quantization}: {exc}; choose quantization auto or none") from exc
+        sys.stderr.write(f"trioengine: no products of integers, others are slower: {exc}\n")
+        return None
 
 
 def _needs_native(option: str, kernels: Kernels) -> ModelError:

@@ -65,6 +65,11 @@ class Checkpoint(Protocol):
         """The tensor as it is stored, where that is in four bits; else None."""
         ...
 
+    @property
+    def has_integers(self) -> bool:
+        """Whether `read_integers` gives a tensor for any name."""
+        ...
+
     def read_integers(self, name: str) -> IntegerWeight | None:
         """The tensor as it is stored, where integer products take that; else None."""
         ...

@@ -29,6 +29,7 @@ from trioengine.worker.weights.checkpoint import TensorShape
 
 _PIECE = 1 << 19  # elements: 2 MiB in float32, which the caches hold
 _ZERO_CODE = 8  # of Q4_0, whose blocks have no minimum
+_INTEGER_KINDS = ("Q4_0", "Q4_1", "Q8_0")
 
 
 class SafetensorsCheckpoint:
@@ -54,6 +55,10 @@ class SafetensorsCheckpoint:
 
     def read_four_bit(self, name: str) -> FourBitWeight | None:
         return None
+
+    @property
+    def has_integers(self) -> bool:
+        return False
 
     def read_integers(self, name: str) -> IntegerWeight | None:
         return None
@@ -92,6 +97,10 @@ class GGUFCheckpoint:
         info = self._stored[name]
         weight = read_four_bit(self._bytes(info), info.type.name, info.shape)
         return weight and weight.map_rows(lambda rows: self._in_halves(name, rows))
+
+    @property
+    def has_integers(self) -> bool:
+        return any(info.type.name in _INTEGER_KINDS and len(info.shape) == 2 for info in self._stored.values())
 
     def read_integers(self, name: str) -> IntegerWeight | None:
         info = self._stored[name]
@@ -134,7 +143,7 @@ def read_integers(data: memoryview, kind: str, shape: tuple[int, ...]) -> Intege
     if four_bit is not None:
         minima, zero = (None, _ZERO_CODE) if kind == "Q4_0" else (four_bit.minima, 0)
         return IntegerWeight(four_bit.codes, four_bit.scales, minima, zero, 4)
-    if kind != "Q8_0" or len(shape) != 2:
+    if kind not in _INTEGER_KINDS or len(shape) != 2:
         return None
     blocks = np.frombuffer(data, dtype=np.uint8).reshape(shape[0], shape[1] // GROUP, 2 + GROUP)
     scales = blocks[..., :2].copy().view(np.float16)[..., 0].astype(np.float32)
