@@ -50,7 +50,7 @@ FALSE_ALARMS = {
     "an aborted server cuts its connections, whose responses release their images before they are over": (
         "RealtimeMachine",
         [
-            ("begin", {"ready": True, "clients": 1, "turns": 0}),
+            ("begin", {"ready": True, "clients": 1, "turns": 0, "window": 0}),
             ("choose", {"shows": True}),
             ("show", {"which": 0, "media": "one.file", "prompt": "", "how": "item", "rounds": 0}),
             ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 9}),
@@ -72,7 +72,7 @@ FALSE_ALARMS = {
     "an item in progress is retrieved with the text that was sent": (
         "RealtimeMachine",
         [
-            ("begin", {"ready": True, "clients": 1, "turns": 0}),
+            ("begin", {"ready": True, "clients": 1, "turns": 0, "window": 0}),
             ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 9}),
             ("flow", {"rounds": 3}),
             ("ask_beside", {"which": 0, "text": "", "rounds": 9}),
@@ -98,7 +98,7 @@ FALSE_ALARMS = {
     "no bytes arrive, and wake who waits for some": (
         "RealtimeMachine",
         [
-            ("begin", {"ready": True, "clients": 1, "turns": 0}),
+            ("begin", {"ready": True, "clients": 1, "turns": 0, "window": 0}),
             ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 0}),
             ("carry", {"which": 0, "to_server": 0, "to_client": 0}),
             ("settle", {}),

@@ -1,0 +1,191 @@
+"""A Realtime session as its client knows it: the connections that carry it, their events, and when it may be over."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from trioengine.actors.observer import Observer
+from trioengine.core.lifecycle import PowerEvent, PowerStage
+from trioengine.core.types import Cause
+from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
+from trioengine.testing.fuzz.realtime_conversation import Conversation
+from trioengine.testing.fuzz.realtime_shapes import check_event
+
+_PATH = "/v1/realtime"
+_ENDS = (Harm.SLEEP, Harm.CLOSING, Harm.SHUTDOWN, Harm.ABORT_ALL)  # of a session whose client is away
+
+
+class Carrier(Protocol):
+    """A connection of a session."""
+
+    @property
+    def can_step_in(self) -> bool: ...
+    @property
+    def stream(self) -> Any: ...
+    def mark(self) -> None: ...
+
+
+class Session:
+    """Without a `window`, in seconds, it ends with its only connection. Raises AssertionError for what is wrong.
+
+    The token of a `stranger` is that of no session.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        faults: InjectedFaults,
+        clock: Callable[[], float],
+        window: float = 0.0,
+        *,
+        kept: int = 0,
+        sizes: Callable[[str], Sequence[int]] = lambda prefix: (),
+        is_strange: bool = False,
+    ) -> None:
+        """The server keeps so many characters of its events; `sizes` has those of each, by the prefix of its id."""
+        self.conversation = conversation
+        self.window = window
+        self.now = clock
+        self.token = "0" * 48 if is_strange else ""  # until the server has sent it
+        self.is_over = is_strange  # for sure
+        self.speaker: Carrier | None = None  # on which its client sends
+        self._faults = faults
+        self._kept = kept
+        self._sizes = sizes
+        self._clients: list[Carrier] = []
+        self._numbers = itertools.count(1)
+        self._events: list[dict[str, Any]] = []
+        self._may_be_over = False
+        self._attached, self._attached_at = Life(faults), clock()  # its client was there, or had not come
+        self._away_since: float | None = None
+        self._is_cut = False  # something that ends a session without a client has happened
+
+    # ---- connections ------------------------------------------------------------------------------------------------
+
+    def target(self, last: int) -> str:
+        """What a connection asks for: a new session, or this one from the event after `last` on."""
+        if self.token:
+            return f"{_PATH}?session={self.token}&last_seq={last}"
+        return f"{_PATH}?resume={self.window:g}" if self.window else _PATH
+
+    def last_without(self, count: int) -> int:
+        """The number of the last event that came; or an earlier one, as if so many had not come."""
+        return max(0, len(self._events) - 1 - count)
+
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+    def join(self, client: Carrier) -> tuple[Life, float]:
+        """Another connection begins, on which the client sends from now on. Returns the time of its beginning."""
+        self._clients.append(client)
+        self._away_since, self._is_cut = None, False
+        self.speaker = client
+        return Life(self._faults), self.now()
+
+    def step_back(self, client: Carrier) -> None:
+        """A connection is of no more use: the client goes back to one before it, if that is still open."""
+        if client is not self.speaker:
+            return
+        self.speaker = next((each for each in reversed(self._clients) if each is not client and each.can_step_in), None)
+        if self.speaker is not None:
+            self.speaker.mark()
+
+    # ---- events -----------------------------------------------------------------------------------------------------
+
+    def take(self, event: dict[str, Any], number: int, attached: tuple[Life, float]) -> None:
+        """Take the event with this number, of a connection that began then; it may come again after a resumption."""
+        check_event(event, number, "toy", window=self.window)
+        if number < len(self._events):
+            assert event == self._events[number], f"{self._events[number]} comes again as {event}"
+        else:
+            if number == 0 and self.window:
+                self.token = event["resume"]["token"]
+            self._events.append(event)
+            self.conversation.take(event)
+        if attached[1] >= self._attached_at:
+            self._attached, self._attached_at = attached
+
+    # ---- its end ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the server was drained."""
+        return self._faults.closing
+
+    def may_end(self) -> None:
+        """Something has happened that may end it."""
+        self._may_be_over = True
+
+    def cut(self) -> None:
+        """Something has happened that ends it if its client is away."""
+        if self._away_since is not None:
+            self._is_cut = self._may_be_over = True
+
+    def _unread(self, last: int) -> int:
+        """Characters of the events after this one, read by the client or not."""
+        prefix = self._events[0]["event_id"].rpartition("_")[0]
+        return sum(self._sizes(prefix)[last + 1 :])
+
+    def refused(self, status: int, answer: dict[str, Any], last: int) -> None:
+        """Check the answer to a handshake that is refused; another one may be refused for want of a connection."""
+        code = answer["error"]["code"]
+        if code in ("session_not_found", "events_dropped"):
+            self._check_refused(code, last)
+        else:
+            assert status >= 408, f"a handshake is refused: {answer}"
+
+    def check_displaced(self, *, is_refused: bool, last: int) -> None:
+        """Check a close of the server's: another connection has the session, or this one could not resume it."""
+        if is_refused:
+            assert self._may_have_ended() or self._unread(last) > self._kept, "a session is not resumed, and goes on"
+        else:
+            assert len(self._clients) > 1, "another connection has the session, and there is none"
+
+    def _check_refused(self, code: str, last: int) -> None:
+        if code == "events_dropped":
+            unread = self._unread(last)
+            assert unread > self._kept, f"{unread} characters of events come after {last}, and some were dropped"
+        else:
+            assert self._may_have_ended(), (
+                f"its client was there {self.now() - self._attached_at:g} s ago, and it is over"
+            )
+
+    def _may_have_ended(self) -> bool:
+        is_late = self.now() - self._attached_at >= self.window
+        is_harmed = self._faults.hit(self._attached, *_ENDS)
+        is_overfull = not self.is_over and self._unread(len(self._events) - 1) > self._kept
+        return self.is_over or self._may_be_over or is_late or is_harmed or is_overfull
+
+    # ---- at rest ----------------------------------------------------------------------------------------------------
+
+    def check_whole(self) -> None:
+        """The client is there, and has all events."""
+        self._attached, self._attached_at = Life(self._faults), self.now()
+        if self.token:
+            prefix = self._events[0]["event_id"].rpartition("_")[0]
+            put, come = len(self._sizes(prefix)), len(self._events)
+            assert put == come, f"there are {put} events, and {come} have come"
+
+    def rest(self) -> None:
+        """Note whether its client is away, and whether it must be over."""
+        if self._away_since is None and all(client.stream.closed for client in self._clients):
+            self._away_since = self.now()
+        if self._away_since is not None:
+            self.is_over |= self._is_cut or self.now() >= self._away_since + self.window
+
+
+class Cuts(Observer):
+    """Ends the sessions whose clients are away when the engine falls asleep, or does what else has this effect."""
+
+    def __init__(self, sessions: Sequence[Session]) -> None:
+        self._sessions = sessions
+
+    def power_moved(self, stage: PowerStage, event: PowerEvent) -> None:
+        if event in (PowerEvent.SLEEP, PowerEvent.UPDATE, PowerEvent.DRAIN, PowerEvent.CLOSE):
+            self.all_aborted(Cause.ABORT_ALL)
+
+    def all_aborted(self, cause: Cause) -> None:
+        for session in self._sessions:
+            session.cut()
