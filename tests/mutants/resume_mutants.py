@@ -34,8 +34,7 @@ def _lose_what_was_being_sent(detach: Any) -> Any:
 
 def _count_from_the_first_loss(begin: Any) -> Any:
     def mutant(self: Window) -> None:
-        first = getattr(self, "first", None) or trio.current_time()
-        vars(self)["first"] = first
+        first = vars(self).setdefault("first", trio.current_time())
         begin(self)
         assert self._scope is not None, "it is open"
         self._scope.deadline = first + self._seconds
