@@ -14,7 +14,7 @@ from trioengine.testing.fuzz.realtime_conversation import Conversation
 from trioengine.testing.fuzz.realtime_shapes import check_event
 
 _PATH = "/v1/realtime"
-_ENDS = (Harm.SLEEP, Harm.CLOSING, Harm.SHUTDOWN, Harm.ABORT_ALL)  # of a session whose client is away
+_ENDS = (Harm.SLEEP, Harm.CLOSING, Harm.SHUTDOWN, Harm.ABORT_ALL, Harm.DROPS)  # of a session whose client is away
 
 
 class Carrier(Protocol):

@@ -112,6 +112,7 @@ class ServerWatch(inside_server.ServerEvents):
             self._crashes.append(exc)
 
     def message_dropped(self) -> None:
+        self._faults.strike(Harm.DROPS)
         self._saw("a message is dropped")
 
     def event_put(self, size: int) -> None:
