@@ -38,7 +38,7 @@ def thawed():
 
 
 @asynccontextmanager
-async def served(max_model_len=None, limits=DEFAULT_LIMITS, **behaviour):
+async def served(log, max_model_len=None, limits=DEFAULT_LIMITS, **behaviour):
     """A server until SIGTERM, which comes after the body; the simulation that it runs on."""
     async with trio.open_nursery() as workers:
         simulation = Simulation(workers, limits=limits, behaviours=[Behaviour(**behaviour)])
@@ -47,7 +47,7 @@ async def served(max_model_len=None, limits=DEFAULT_LIMITS, **behaviour):
         with trio.fail_after(100):  # the simulated worker's task may take longer
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_serve, serving, 30.0, nullcontext())
-                while not (simulation.workers and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL):
+                while "listening on" not in log.text:
                     await trio.lowlevel.checkpoint()
                 yield simulation
                 signal.raise_signal(signal.SIGTERM)
@@ -59,14 +59,14 @@ async def said(log, text, times=1):
 
 
 async def test_a_signal_before_it_is_ready_is_a_clean_end(autojump_clock, log):
-    async with served(load_time=1000):
+    async with served(log, load_time=1000):
         pass
     assert "ready: " not in log.text
     assert log.messages[-1] == "stopped"
 
 
 async def test_a_worker_that_is_ready_again_is_told(autojump_clock, log):
-    async with served() as simulation:
+    async with served(log) as simulation:
         await said(log, "ready: toy on cpu")
         simulation.worker.exit(9)
         await said(log, "ready: toy on cpu", 2)
@@ -77,7 +77,7 @@ async def test_a_worker_that_is_ready_again_is_told(autojump_clock, log):
 @pytest.mark.parametrize(("asked", "is_told"), [(512, True), (65, True), (64, False), (None, False)])
 async def test_a_kv_cache_that_is_shorter_than_the_context_asked_for_is_told(autojump_clock, log, asked, is_told):
     limits = replace(DEFAULT_LIMITS, kv_blocks_total=64 // DEFAULT_LIMITS.block_size)
-    async with served(max_model_len=asked, limits=limits):
+    async with served(log, max_model_len=asked, limits=limits):
         await said(log, "ready: ")
     told = f"max_model_len is {asked}, but the KV cache holds 64 tokens; kv_cache_memory makes it larger"
     assert (told in log.messages) == is_told
@@ -100,7 +100,7 @@ class Cycle:
 async def test_what_is_there_when_it_is_ready_is_frozen_and_no_garbage(autojump_clock, log):
     gc.unfreeze()
     garbage = weakref.ref(Cycle())
-    async with served():
+    async with served(log):
         assert gc.get_freeze_count() == 0
         await said(log, "ready: toy on cpu")
         await trio.testing.wait_all_tasks_blocked()
@@ -114,6 +114,6 @@ async def test_what_is_there_when_it_is_ready_is_frozen_and_no_garbage(autojump_
 
 async def test_a_server_that_is_never_ready_is_not_frozen(autojump_clock, log):
     gc.unfreeze()
-    async with served(load_time=1000):
+    async with served(log, load_time=1000):
         pass
     assert gc.get_freeze_count() == 0

@@ -40,6 +40,20 @@ trio.run(main)
 """
 
 
+SIGNALLED = """
+import os, signal
+from trioengine.serve import startup
+
+imported = startup._import_server
+
+def signalled():
+    os.kill(os.getpid(), signal.SIGTERM)
+    return imported()
+
+startup._import_server = signalled
+"""
+
+
 class Served:
     """A serving process; `log` has the lines of its log that were read so far."""
 
@@ -64,6 +78,16 @@ class Served:
     @property
     def messages(self):
         return [record["message"] for record in self.log]
+
+
+def test_a_signal_before_the_server_has_started():
+    """The worker is there, and the modules of the server are being imported."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SIGNALLED + SERVER], capture_output=True, timeout=PATIENCE, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    messages = [json.loads(line)["message"] for line in ended.stderr.splitlines()]
+    assert messages[-1] == "stopped" and any(message.startswith("SIGTERM: ") for message in messages)
 
 
 @contextmanager

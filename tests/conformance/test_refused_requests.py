@@ -67,6 +67,15 @@ async def test_a_bad_history_is_refused_with_its_place(autojump_clock, side):
     assert (refused.value.code, refused.value.param) == ("invalid_value", "history[1].content")
 
 
+@pytest.mark.parametrize("place", ["description", "parameters.title"])
+async def test_half_of_a_pair_in_tools_is_refused_with_its_place(autojump_clock, side, place):
+    function = {"name": "f", "description": "", "parameters": {"title": ""}}
+    (function["parameters"] if "." in place else function)[place.rpartition(".")[2]] = "half \ud800"
+    with pytest.raises(RequestRejected, match=rf"^tools\[0\]\.{place} is not valid Unicode") as refused:
+        await side.api.generate("hello", GREEDY, tools=[function])
+    assert (refused.value.code, refused.value.param) == ("invalid_value", f"tools[0].{place}")
+
+
 async def test_parameters_beyond_the_vocabulary_are_refused(autojump_clock, side):
     for params, name in (
         (SamplingParams(stop_token_ids=(259,)), "stop_token_ids"),

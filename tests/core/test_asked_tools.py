@@ -11,6 +11,7 @@ from trioengine.core.tools import (
     CHAT_PATHS,
     AskedTools,
     GrowingCalls,
+    JsonObject,
     ToolFunction,
     answer_fields,
     asked_tools,
@@ -22,6 +23,7 @@ from trioengine.core.types import ToolCall, ToolCallDelta
 PLAIN = SamplingParams()
 SCHEMA = {"type": "object"}
 DEEP = {"type": "object", "default": json.loads("[" * 60 + "]" * 60)}
+HALF, HALVES = "half \ud800", "is not valid Unicode: it has a lone surrogate"
 WEATHER = {"name": "weather", "description": "The weather.", "parameters": SCHEMA}
 CLOCK = {"name": "clock"}
 CHAT = [{"type": "function", "function": WEATHER}, {"type": "function", "function": CLOCK}]
@@ -59,6 +61,14 @@ REFUSED = [
     ({"tools": [{"name": "a", "parameters": {"a": {1}}}]}, "tools[0].parameters", "must be a JSON schema"),
     ({"tools": [{"name": "a", "parameters": DEEP}]}, "tools[0].parameters", "must be a JSON schema"),
     ({"tools": [{"name": "a", "parameters": {"a": float("nan")}}]}, "tools[0].parameters", "must be a JSON schema"),
+    ({"tools": [{"name": "a", "description": HALF}]}, "tools[0].description", HALVES),
+    (
+        {"tools": [{"function": {"name": "a", "parameters": {"a": [HALF]}}}]},
+        "tools[0].function.parameters.a[0]",
+        HALVES,
+    ),
+    ({"tools": [{"name": "a", "parameters": {"a": {HALF: 1}}}]}, "tools[0].parameters.a", HALVES),
+    ({"tools": [{"name": "a", "parameters": {1: 1}}]}, "tools[0].parameters", "has a key that is not a string: 1"),
     ({"choice": "some"}, "tool_choice", "must be one of auto, none, required, or a function"),
     ({"choice": {"type": "tool"}}, "tool_choice", "must be one of"),
     ({"choice": {"name": 3}}, "tool_choice.name", "must name one of the tools, got 3"),
@@ -92,7 +102,6 @@ def test_a_choice_without_a_name_is_good():
 
 def test_calls_grow_and_are_read_once():
     calls = GrowingCalls()
-    calls.complete()  # there is none
     assert not calls.has_unread and calls.read() == calls.whole == () and len(calls) == 0
     calls.begin("c0", "clock")
     assert calls.has_unread
@@ -106,10 +115,19 @@ def test_calls_grow_and_are_read_once():
     assert calls.read() == ()
     assert calls.whole == (ToolCall("c0", "clock", "{}"),)
     calls.grow(": 1}")
-    calls.complete()
     assert calls.read() == (ToolCallDelta(1, "c1", "weather", ": 1}"),)
     assert calls.whole[1] == ToolCall("c1", "weather", '{"a": 1}')
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("text", ["{}", '{"a": {"b": ["}"]}}', r'{"a": "\"}\\"}', '{"a": [{}, {"}{": "["}]}'])
+def test_the_end_of_an_object(text):
+    """It is found in a text that goes on behind it, and not before all pieces of the object are there."""
+    assert JsonObject().take(text + "}, ") == len(text)
+    value = JsonObject()
+    for character in text:
+        assert not value.is_complete and value.take(character) == 1
+    assert value.is_complete and value.take("}") == 0
 
 
 def test_the_fields_of_an_answer():
@@ -140,3 +158,13 @@ def test_calls_of_a_history_that_are_refused(calls, param):
     with pytest.raises(RequestRejected) as refused:
         checked_calls(calls, "tool_calls")
     assert refused.value.param == param and refused.value.message.startswith(f"{param} must be")
+
+
+@pytest.mark.parametrize("path", ["id", "function.name", "function.arguments"])
+def test_a_call_of_a_history_with_half_of_a_pair(path):
+    call = {"id": "c0", "function": {"name": "f", "arguments": "{}"}}
+    (call["function"] if "." in path else call)[path.rpartition(".")[2]] = HALF
+    with pytest.raises(RequestRejected) as refused:
+        checked_calls([call], "tool_calls")
+    assert refused.value.param == f"tool_calls[0].{path}"
+    assert refused.value.message == f"tool_calls[0].{path} {HALVES}"

@@ -12,11 +12,13 @@ import trio
 
 from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingParams, UnknownArgument
 from trioengine.core.checks import (
+    MAX_DEPTH,
     PromptPlaces,
     check_callback,
     check_cause,
     check_flag,
     check_history,
+    check_json,
     check_label,
     check_names,
     check_request,
@@ -29,6 +31,34 @@ from trioengine.core.checks import (
     names_checked,
 )
 from trioengine.core.types import Cause
+
+
+def nested(depth):
+    return [nested(depth - 1)] if depth else 1
+
+
+@pytest.mark.parametrize("value", [None, "é", 1, 1.5, True, {"a": [{}, ()]}, nested(MAX_DEPTH)])
+def test_a_json_value(value):
+    check_json(value, "x")
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("\ud800", "x is not valid Unicode: it has a lone surrogate"),
+        ({"a": ["é", "\ud800"]}, "x.a[1] is not valid Unicode: it has a lone surrogate"),
+        ({"\ud800": 1}, "x is not valid Unicode: it has a lone surrogate"),
+        ({"a": {1: 2}}, "x.a has a key that is not a string: 1"),
+        ([b"y"], "x[0] must be a JSON value, got bytes"),
+        ({1}, "x must be a JSON value, got set"),
+        (nested(MAX_DEPTH + 1), f"x{'[0]' * (MAX_DEPTH + 1)} is nested too deeply"),
+    ],
+)
+def test_a_value_that_json_does_not_have(value, problem):
+    with pytest.raises(RequestRejected) as refused:
+        check_json(value, "x")
+    assert (refused.value.code, refused.value.message) == ("invalid_value", problem)
+    assert problem.startswith(f"{refused.value.param} ")
 
 
 def check_x_role(message):

@@ -227,6 +227,7 @@ BAD_CONFIG = {
     "device": ["tpu", "cuda:", "cuda:x", "cuda:-1", "cuda:128", "cuda:01", "cuda:٣", "cuda:" + "9" * 20, *NO_NUMBERS],
     "dtype": ["int4", *NO_NUMBERS],
     "kernels": ["", "cuda", *NO_NUMBERS],
+    "quantization": ["", "int4", *NO_NUMBERS],
     "max_num_seqs": [0, 2**31, *NO_INTEGERS],
     "max_sessions": [0, MAX_SESSIONS + 1, *NO_INTEGERS],
     "max_num_batched_tokens": [0, 5, 2**31, *NO_INTEGERS],

@@ -61,7 +61,8 @@ def test_a_wheel_has_the_modules_of_the_tree(tree, tmp_path):
     assert {name.partition("/")[0] for name in names - modules()} == {
         f"trioengine-{__version__}.{kind}" for kind in ("data", "dist-info")
     }
-    assert {"trioengine/py.typed", "trioengine/worker/kernels/native.cpp"} <= names
+    sources = {f"trioengine/worker/kernels/{name}" for name in ("lanes.h", "native.cpp", "products.cpp")}
+    assert {"trioengine/py.typed", *sources} <= names
 
 
 def test_the_page_that_the_systemd_unit_names_is_installed(tree, tmp_path):

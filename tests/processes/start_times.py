@@ -1,10 +1,11 @@
 """Compare two trees by the start of `trioengine serve`, and by the CPU time of its API process, strictly in turn.
 
-Usage: python tests/processes/start_times.py TREE_A TREE_B [ROUNDS [LOADED_ROUNDS]], with every package installed that
-either tree needs. Prints, for each tree, medians of the seconds from the command to the worker's process and to READY,
-of the CPU seconds of both processes until then, and, with LOADED_ROUNDS, of the CPU microseconds of the API process a
-token, of 64 streams of 64 tokens; then the medians of the rounds' ratios, B to A, with their ranges. The load generator
-is TREE_A's for both.
+Usage: python tests/processes/start_times.py TREE_A TREE_B [ROUNDS [LOADED_ROUNDS [MODEL]]], with every package
+installed that either tree needs. Prints, for each tree, medians of the seconds from the command to the worker's process
+and to READY, of the CPU seconds of both processes until then, and, with LOADED_ROUNDS, of the CPU microseconds of the
+API process a token, of 64 streams of 64 tokens; then the ratio of the medians, B to A, and the range of the rounds'
+ratios. The load generator is TREE_A's for both. A model of one small layer instead of the default one leaves the
+processor to the API process.
 """
 
 import os
@@ -64,10 +65,10 @@ def is_ready(port: int) -> bool:
 
 
 @contextmanager
-def serving(tree: str, port: int) -> Iterator[tuple[int, Start]]:
+def serving(tree: str, port: int, model: tuple[str, ...]) -> Iterator[tuple[int, Start]]:
     """A server that is ready, as its process, and how it started."""
     began = time.monotonic()
-    server = command(tree, "serve", "--port", str(port), *OPTIONS)
+    server = command(tree, "serve", *model, "--port", str(port), *OPTIONS)
     try:
         worker, spawned = None, 0.0
         while worker is None or not is_ready(port):
@@ -91,23 +92,23 @@ def load(tree: str, port: int, seed: int) -> None:
         sys.exit("the load generator failed")
 
 
-def measure_starts(trees: list[str], rounds: int) -> dict[str, list[list[float]]]:
+def measure_starts(trees: list[str], rounds: int, model: tuple[str, ...]) -> dict[str, list[list[float]]]:
     """Return each figure's values, for each tree."""
     starts: list[list[Start]] = [[], []]
     for _ in range(rounds):
         for found, tree in zip(starts, trees, strict=True):
-            with serving(tree, PORT) as (_pid, start):
+            with serving(tree, PORT, model) as (_pid, start):
                 found.append(start)
     return {name: [[getattr(start, name) for start in found] for found in starts] for name in Start._fields}
 
 
-def measure_tokens(trees: list[str], rounds: int) -> list[list[float]]:
+def measure_tokens(trees: list[str], rounds: int, model: tuple[str, ...]) -> list[list[float]]:
     """Return the API process's CPU microseconds a token, for each tree; the first round only warms up."""
     found: list[list[float]] = [[], []]
     with ExitStack() as servers:
-        pids = [servers.enter_context(serving(tree, PORT + index))[0] for index, tree in enumerate(trees)]
+        pids = [servers.enter_context(serving(tree, PORT + index, model))[0] for index, tree in enumerate(trees)]
         for seed in range(rounds + 1):
-            for index, pid in enumerate(pids):
+            for index, pid in list(enumerate(pids))[:: -1 if seed % 2 else 1]:
                 before = cpu_seconds(pid)
                 load(trees[0], PORT + index, seed)
                 if seed > 0:
@@ -118,13 +119,14 @@ def measure_tokens(trees: list[str], rounds: int) -> list[list[float]]:
 def main() -> None:
     trees = [str(Path(tree).resolve()) for tree in sys.argv[1:3]]
     rounds, loaded = (int(sys.argv[i]) if len(sys.argv) > i else default for i, default in ((3, ROUNDS), (4, 0)))
-    figures = measure_starts(trees, rounds)
+    model = tuple(sys.argv[5:6])
+    figures = measure_starts(trees, rounds, model)
     if loaded:
-        figures["cpu_a_token_us"] = measure_tokens(trees, loaded)
+        figures["cpu_a_token_us"] = measure_tokens(trees, loaded, model)
     for name, (first, second) in figures.items():
         ratios = [b / a for a, b in zip(first, second, strict=True)]
-        medians = f"{statistics.median(first):.2f} {statistics.median(second):.2f}"
-        print(f"{name}: {medians}, ratio {statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})")
+        before, after = statistics.median(first), statistics.median(second)
+        print(f"{name}: {before:.2f} {after:.2f}, ratio {after / before:.3f} ({min(ratios):.3f}-{max(ratios):.3f})")
 
 
 if __name__ == "__main__":

@@ -278,6 +278,52 @@ async def test_unknown_events_are_ignored(autojump_clock, scripted):
             assert (session.id, session.history) == ("sess_1", [])
 
 
+async def test_a_message_that_the_server_cannot_read_ends_the_session(autojump_clock, scripted):
+    """It may be the one that asked for the answer, and its id was not read either."""
+    client, server = scripted
+
+    async def talk():
+        await server.begin()
+        await wait_all_tasks_blocked()
+        problem = {"type": "invalid_request_error", "code": "invalid_event", "message": "y", "event_id": None}
+        await server.tell("error", error=problem)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(talk)
+        async with client.open_session() as session:
+            for _ in range(2):
+                with pytest.raises(ConnectionLost, match=r"^the server cannot read a message: y$"):
+                    await session.ask("hello")
+
+
+@pytest.mark.parametrize(("arguments", "is_whole"), [('{"at": {"a": "}"}}', True), ('{"at": {"a": "}"}', False)])
+async def test_leaving_at_the_end_of_a_call_keeps_it(autojump_clock, scripted, arguments, is_whole):
+    """The server has sent all of its arguments, and not that the item is done."""
+    client, server = scripted
+
+    async def talk():
+        await server.begin()
+        await wait_all_tasks_blocked()
+        await server.tell("response.created", response={"id": "resp_1"})
+        call = {"id": "item_c", "type": "function_call", "call_id": "call_1", "name": "clock"}
+        await server.tell("response.output_item.added", item=call)
+        await server.tell("response.function_call_arguments.delta", item_id="item_c", delta=arguments)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(talk)
+        async with client.open_session() as session:
+            request = session.generate("hello", tools=[{"name": "clock"}], keep_partial=True, timeout=30)
+            async with request as generation:
+                async for chunk in generation:
+                    if any(delta.arguments for delta in chunk.tool_calls):
+                        break
+            calls = [call.to_json() for call in generation.completion.tool_calls]
+            called = {"role": "assistant", "content": "", "tool_calls": calls}
+            kept = [{"role": "user", "content": "hello"}, called]
+            assert [call["function"]["arguments"] for call in calls] == ([arguments] if is_whole else [])
+            assert session.history == (kept if is_whole else [])
+
+
 async def test_a_message_that_never_ends(autojump_clock, scripted, monkeypatch):
     monkeypatch.setattr("trioengine.aio.websocket.MAX_MESSAGE", 100)
     assert MAX_MESSAGE > 1 << 20

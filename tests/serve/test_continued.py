@@ -4,6 +4,8 @@ import pytest
 from helpers.clients import CHAT, chat
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "so it "}]
+CALL = {"id": "c", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+CALLED = {**MESSAGES[1], "tool_calls": [CALL]}  # which the template of this model does not print
 OPEN = {"add_generation_prompt": False, "continue_final_message": True}
 
 
@@ -32,6 +34,7 @@ REFUSED = [
     ({"continue_final_message": True, "add_generation_prompt": True}, "invalid_value", "continue_final_message"),
     ({"continue_final_message": 1, "add_generation_prompt": False}, "invalid_type", "continue_final_message"),
     ({**OPEN, "messages": MESSAGES[:1]}, "invalid_value", "messages"),
+    ({**OPEN, "messages": [MESSAGES[0], CALLED]}, "invalid_value", "messages"),
     (
         {"chat_template_kwargs": {"add_generation_prompt": False}},
         "invalid_value",
@@ -45,6 +48,12 @@ async def test_what_is_refused(autojump_clock, clients, fields, code, param):
     answer = await clients.request("POST", CHAT, chat(**{"messages": MESSAGES, **fields}))
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, code, param)
     assert answer.error["message"].startswith(param)
+
+
+async def test_tokenize_refuses_a_message_with_calls(autojump_clock, clients):
+    answer = await clients.request("POST", "/tokenize", {"messages": [MESSAGES[0], CALLED], **OPEN})
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_value", "messages")
+    assert answer.error["message"] == "messages: with continue_final_message the last one must not have tool_calls"
 
 
 async def test_tokenize_refuses_it_with_a_text(autojump_clock, clients):

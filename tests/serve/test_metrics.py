@@ -1,12 +1,14 @@
 """GET /metrics: after a known story, exact values; whatever happens, an answer at once."""
 
 import json
+from contextlib import AsyncExitStack
+from functools import partial
 
 import pytest
 import trio
 from helpers.clients import Clients, where_a_loss_fails
 from helpers.scrapes import LONG, PROMPT, SCRAPE, Scrape, now, scrape
-from trio.testing import lockstep_stream_pair, memory_stream_pair
+from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
 from trio_websocket import ConnectionClosed
 
 from trioengine import EngineConfig, SamplingParams, TimedOut, WorkerLost
@@ -43,7 +45,8 @@ async def ask(engine, prompt=PROMPT, params=TEN, **options):
 
 NAMES = {
     "gauge": [
-        *("num_requests_running", "num_requests_waiting", "num_requests_suspended", "num_sessions"),
+        *("num_requests_running", "num_requests_waiting", "num_requests_suspended"),
+        *("num_sessions", "num_waiting_for_slot"),
         *("kv_cache_usage_perc", "engine_sleep_state", "weight_version", "buffered_bytes"),
         *("payload_bytes_inflight", "payload_bytes_kept"),
     ],
@@ -109,6 +112,20 @@ async def test_a_request_that_finishes(autojump_clock, clients):
     assert said.value("time_to_first_token_seconds_bucket", "0.04") == 2
     assert said.value("time_to_first_token_seconds_bucket", "+Inf") == 2
     assert said.value("iteration_tokens_bucket", "16.0") == generated - 1
+
+
+async def test_callers_that_wait_for_a_slot(autojump_clock, clients):
+    engine = clients.engine
+    async with trio.open_nursery() as nursery:
+        async with AsyncExitStack() as sessions:
+            for _ in range(engine.config.max_sessions):
+                await sessions.enter_async_context(engine.open_session())
+            for _ in range(3):
+                nursery.start_soon(partial(ask, engine, wait=True))
+            await wait_all_tasks_blocked()
+            assert now(clients).value("num_waiting_for_slot") == 3
+            assert engine.statistics().waiting_for_slot == 3
+    assert now(clients).value("num_waiting_for_slot") == 0
 
 
 async def test_what_is_in_flight(autojump_clock, clients):

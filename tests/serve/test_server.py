@@ -151,10 +151,15 @@ async def test_a_request_while_it_drains_is_refused():
         await state.ended.wait()
 
 
+async def receive_and_obey_signals(server):
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
+        await obey_signals(received, server, 1000.0)
+
+
 async def test_the_first_signal_drains_and_the_second_aborts():
     async with running(Behaviour(load_time=0, step_time=0.05)) as state, trio.open_nursery() as nursery:
         await state.server.engine.ready()
-        nursery.start_soon(obey_signals, state.server, 1000.0)
+        nursery.start_soon(receive_and_obey_signals, state.server)
         async with realtime(state.server) as client:
             await client.say("hello")
             await client.send("response.create", response=LONG)
@@ -173,6 +178,8 @@ async def test_the_first_signal_drains_and_the_second_aborts():
 
 
 STUBBORN = """
+import signal
+
 import trio
 import trio.testing
 from trioengine.cli.serve import obey_signals
@@ -186,10 +193,11 @@ class Stubborn:
         print("aborting", flush=True)
 
 async def main():
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(obey_signals, Stubborn(), 1.0)
-        await trio.testing.wait_all_tasks_blocked()
-        print("ready", flush=True)
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(obey_signals, received, Stubborn(), 1.0)
+            await trio.testing.wait_all_tasks_blocked()
+            print("ready", flush=True)
 
 trio.run(main)
 """

@@ -63,7 +63,17 @@ def test_calls_as_a_text():
     text = '<tool_call>\n{"name": "clock", "arguments": {"at": 1}}\n</tool_call>'
     message = with_shown_calls(called(call('{"at": 1}'), call({"at": 1})), HERMES, takes_tools=False)
     assert message == {"role": "assistant", "content": f"I look.\n{text}\n{text}"}
-    assert with_shown_calls(called(call({"at": 1}), content=""), HERMES, takes_tools=False)["content"] == text
+    for content in ("", None):
+        assert with_shown_calls(called(call({"at": 1}), content=content), HERMES, takes_tools=False)["content"] == text
+
+
+def test_calls_as_a_text_behind_an_image():
+    text = '<tool_call>\n{"name": "clock", "arguments": {"at": 1}}\n</tool_call>'
+    parts = [{"type": "image"}, {"type": "text", "text": "I look."}]
+    message = with_shown_calls(called(call({"at": 1}), call({"at": 1}), content=parts), HERMES, takes_tools=False)
+    shown = {"type": "text", "text": f"{text}\n{text}"}
+    assert message == {"role": "assistant", "content": [*parts, shown]}
+    assert with_shown_calls(called(content=parts), HERMES, takes_tools=False)["content"] == parts
 
 
 @pytest.mark.parametrize("strange", [3, {"function": 3}, {"function": {"name": 3, "arguments": "{}"}}, {"name": "f"}])
@@ -85,7 +95,7 @@ def test_an_answer_is_divided_while_it_arrives():
         pieces.append(piece)
         answer.take(pieces)
         answer.take(pieces)  # nothing new
-    assert answer.text == "I look." and answer.calls.whole == ()
+    assert answer.text == "I look."
     assert answer.calls.read()[0].arguments == '{"a": 1}'
     answer.finish()
     (whole,) = answer.calls.whole

@@ -88,6 +88,11 @@ class Gate:
         """Whether the engine drains or is closed."""
         return self.stage in (PowerStage.DRAINING, PowerStage.CLOSED)
 
+    @property
+    def num_waiting_for_slot(self) -> int:
+        """How many callers wait for a slot, of a session or of a request."""
+        return len(self.sessions) + len(self.requests)
+
     def change_power(self, event: PowerEvent) -> None:
         """Take the transition of the power table."""
         before, self.stage = self.stage, next_stage(self.stage, event)

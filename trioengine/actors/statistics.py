@@ -23,6 +23,7 @@ class Statistics:
     """
 
     sessions: int
+    waiting_for_slot: int  # callers that wait for a session's or a request's; their requests are not received yet
     preparing: int
     waiting: int
     running: int
@@ -60,6 +61,7 @@ def statistics_of(
     ledger, latest, current = gate.ledger, worker.latest, supervisor.current
     return Statistics(
         sessions=ledger.sessions,
+        waiting_for_slot=gate.num_waiting_for_slot,
         preparing=ledger.preparing,
         waiting=ledger.waiting,
         running=ledger.running,

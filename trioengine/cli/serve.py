@@ -9,7 +9,7 @@ import os
 import re
 import resource
 import signal
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -57,11 +57,14 @@ async def _serve(
     shutdown_timeout: float,
     showing: AbstractContextManager[Bars | None],
 ) -> None:
-    with showing as bars:
+    with showing as bars, trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
         async with open_unwrapped_nursery() as nursery:
             run = serving if bars is None else partial(serving, on_progress=bars.download, on_load=bars.loading)
-            server = await nursery.start(_serve_then_cancel, run, nursery.cancel_scope)
-            nursery.start_soon(obey_signals, server, shutdown_timeout)
+            async with open_unwrapped_nursery() as starting:
+                starting.start_soon(_cancel_at_signal, received, nursery.cancel_scope)
+                server = await nursery.start(_serve_then_cancel, run, nursery.cancel_scope)
+                starting.cancel_scope.cancel()
+            nursery.start_soon(obey_signals, received, server, shutdown_timeout)
             nursery.start_soon(freeze_gc_when_ready, server.engine)
             for address in server.addresses:
                 logger.info("listening on %s://%s", server.scheme, address)
@@ -83,23 +86,31 @@ _MADV_COLLAPSE = 25  # linux/mman.h, since Linux 6.1; other systems and older ke
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \w+ \S+ 0 *(?:\[heap\])?$")
 
 
-async def obey_signals(server: Server, shutdown_timeout: float) -> None:
-    """Drain the server at the first SIGINT or SIGTERM, abort at the second, die of the third; runs until cancelled."""
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
-        async with trio.open_nursery() as nursery:
-            name = signal.Signals(await anext(received)).name
-            logger.info(
-                "%s: finishing the requests in flight, for at most %g s; a second signal aborts them",
-                name,
-                shutdown_timeout,
-            )
-            nursery.start_soon(server.drain, shutdown_timeout)
-            name = signal.Signals(await anext(received)).name
-            logger.info("%s: aborting", name)
-            server.abort()
-            last = await anext(received)
-            signal.signal(last, signal.SIG_DFL)
-            os.kill(os.getpid(), last)
+async def _cancel_at_signal(received: AsyncIterator[int], scope: trio.CancelScope) -> None:
+    """Cancel the start at the first signal: no request can be in flight. Cancelled itself, it takes no signal."""
+    logger.info("%s: ending before the start is done", signal.Signals(await anext(received)).name)
+    scope.cancel()
+
+
+async def obey_signals(received: AsyncIterator[int], server: Server, shutdown_timeout: float) -> None:
+    """Drain the server at the first signal that is received, abort at the second, die of the third.
+
+    Runs until cancelled.
+    """
+    async with trio.open_nursery() as nursery:
+        name = signal.Signals(await anext(received)).name
+        logger.info(
+            "%s: finishing the requests in flight, for at most %g s; a second signal aborts them",
+            name,
+            shutdown_timeout,
+        )
+        nursery.start_soon(server.drain, shutdown_timeout)
+        name = signal.Signals(await anext(received)).name
+        logger.info("%s: aborting", name)
+        server.abort()
+        last = await anext(received)
+        signal.signal(last, signal.SIG_DFL)
+        os.kill(os.getpid(), last)
 
 
 def raise_fd_limit() -> None:

@@ -15,7 +15,6 @@ _CALL = "function_call"
 class _Item:
     is_call: bool
     num_characters: int = 0  # of the text of a message
-    is_whole: bool = False  # of a call
 
 
 class Answer:
@@ -39,7 +38,9 @@ class Answer:
     @property
     def kept_ids(self) -> list[str]:
         """The ids of the items that a part of the answer has: messages and whole calls."""
-        return [id for id, item in self._items.items() if item.is_whole or not item.is_call]
+        calls = [id for id, item in self._items.items() if item.is_call]
+        cut = calls[len(self.calls.whole) :]
+        return [id for id in self._items if id not in cut]
 
     def add_item(self, item: Mapping[str, Any], *, is_over: bool) -> None:
         """An item begins; `is_over`: the request has its outcome already."""
@@ -56,12 +57,6 @@ class Answer:
     def add_arguments(self, delta: str) -> None:
         """More of the latest call."""
         self.calls.grow(delta)
-
-    def close_item(self, item: Mapping[str, Any]) -> None:
-        """An item ends, before the request has its outcome."""
-        if item.get("type") == _CALL and item["status"] == "completed":
-            self._items[item["id"]].is_whole = True
-            self.calls.complete()
 
     def longer_ids(self, items: Iterable[Mapping[str, Any]]) -> list[tuple[str, int]]:
         """Return the messages of which the server has more, with the number of characters here."""

@@ -18,7 +18,7 @@ from trioengine.actors.waiting_line import waits_for
 from trioengine.aio.concurrency import Deadline, Notifier
 from trioengine.aio.websocket import Closed, Rejected, WebSocket
 from trioengine.client.address import Endpoint
-from trioengine.client.problems import loss_of, refusal_of, unanswered
+from trioengine.client.problems import is_unread, loss_of, refusal_of, unanswered
 from trioengine.core.errors import ConnectionLost, EngineAsleep, EngineClosed, EngineError, EngineOverloaded
 
 CONNECT_TIMEOUT = 30.0  # seconds, until the server has sent session.created
@@ -201,6 +201,10 @@ class Connection:
             while (event := json.loads(await websocket.read()))["type"] != "engine.state":
                 if event["type"] == "error" and event["error"].get("event_id") is None:
                     self._problem = event["error"]
+                    if is_unread(self._problem):
+                        self._loss = ConnectionLost(f"the server cannot read a message: {self._problem.get('message')}")
+                        websocket.close()
+                        return None
                 self._on_event(event)
             self._learn_modalities(event)
             return str(event["state"])

@@ -256,9 +256,6 @@ class RequestProxy(generation.ReadableRequest):
                 self.stage = Stage.ADMITTED
                 self._answer.add_item(event["item"], is_over=self._is_over)
                 self.changed.notify()
-            case "response.output_item.done":
-                if not self._is_over:
-                    self._answer.close_item(event["item"])
             case "response.done":
                 self._on_done(event["response"])
 

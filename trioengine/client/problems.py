@@ -101,6 +101,14 @@ def loss_of(closed: Closed, problem: Mapping[str, Any] | None = None) -> EngineE
     return ConnectionLost(f"the connection to the server is gone: {closed}", code=closed.code)
 
 
+def is_unread(problem: Mapping[str, Any]) -> bool:
+    """Whether an error event about no event refuses a message: the server could not read the message's id.
+
+    A request that waits for the answer to this message would wait without end.
+    """
+    return problem.get("type") == "invalid_request_error"
+
+
 def _retry_after(problem: Mapping[str, Any]) -> float:
     try:
         return number(problem.get("retry_after"), 0, MAX_SECONDS, above=True)

@@ -25,6 +25,8 @@ from trioengine.core.wording import brief, did_you_mean
 MAX_COUNT = 2**31 - 1  # tokens, sequences, …: the largest int32
 MAX_INT64 = 2**63 - 1  # the largest integer of msgpack and torch
 MAX_FLOAT32 = 3.4e38
+MAX_DEPTH = 64  # of JSON values within each other
+BYTES = (bytes, bytearray, memoryview)  # sequences, but neither texts nor lists
 _REMEDIES = {"stream": "session.generate(...) gives an answer in chunks"}  # for arguments of other libraries
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -173,6 +175,38 @@ def check_callback(field: str, callback: object) -> None:
     """Raise InvalidConfig unless the callback can be called or is None."""
     if not (callback is None or callable(callback)):
         raise InvalidConfig.of(field, f"must be a function, got {brief(callback)}")
+
+
+# ---- JSON values ----------------------------------------------------------------------------------------------------
+
+
+def check_unicode(text: str, name: str) -> None:
+    """Raise RequestRejected for lone surrogates: JSON can carry them, tokenizers refuse them."""
+    if text.isascii():  # constant time
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise rejected(name, "is not valid Unicode: it has a lone surrogate") from None
+
+
+def check_json(value: object, name: str, depth: int = 0) -> None:
+    """Raise RequestRejected for values that JSON does not have: templates cannot be relied on to print them."""
+    if depth > MAX_DEPTH:
+        raise rejected(name, "is nested too deeply")
+    if isinstance(value, str):
+        check_unicode(value, name)
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            if not isinstance(key, str):
+                raise rejected(name, f"has a key that is not a string: {key!r:.60}")
+            check_unicode(key, name)
+            check_json(entry, f"{name}.{key:.40}", depth + 1)
+    elif isinstance(value, Sequence) and not isinstance(value, BYTES):
+        for index, entry in enumerate(value):
+            check_json(entry, f"{name}[{index}]", depth + 1)
+    elif value is not None and not isinstance(value, (bool, int, float)):
+        raise rejected(name, f"must be a JSON value, got {type(value).__name__}")
 
 
 # ---- names of arguments ---------------------------------------------------------------------------------------------

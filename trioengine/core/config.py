@@ -27,6 +27,7 @@ MAX_SECONDS = 10**9
 _THREADS_PER_CORE = 4
 DType: TypeAlias = Literal["auto", "float32", "bfloat16"]
 Kernels: TypeAlias = Literal["auto", "native", "torch"]
+Quantization: TypeAlias = Literal["auto", "none", "int8", "gguf"]
 OnWorkerLoss: TypeAlias = Literal["resume", "fail"]
 _DEVICES = ("auto", "cpu", "cuda", *(f"cuda:{index}" for index in range(128)))
 _INTEGERS = {
@@ -68,6 +69,7 @@ class WorkerConfig:
     num_threads: int | None = None  # None: torch's own choice
     weight_version: int = 1  # the engine's number of the weights at model_path
     kernels: str = "auto"  # auto, native, torch
+    quantization: str = "auto"  # auto, none, int8, gguf
     batch_invariant: bool = False  # a sequence's logits have the same bits whatever shares its steps, in any dtype
     asleep: tuple[Tag, ...] = ()  # not to be loaded before WAKE
 
@@ -100,6 +102,7 @@ class EngineConfig:
     payload_memory: int = 512 << 20  # images on their way to the worker, or kept for later turns
     num_threads: int | None = None  # of the worker, up to 4 for each core; None: torch's own choice
     kernels: Kernels = "auto"  # native, in C++, on a CPU where there is a compiler, else torch
+    quantization: Quantization = "auto"  # gguf, int8: products of integers, which need the native kernels
     batch_invariant: bool = False  # the same bits whatever shares a step, in bfloat16 as well; needs native kernels
     startup_timeout: float = 120.0  # without progress while the worker loads
     step_timeout: float = 300.0  # one step longer than that is death
@@ -126,6 +129,8 @@ class EngineConfig:
             raise InvalidConfig.of("dtype", f"must be auto, float32 or bfloat16, got {brief(self.dtype)}")
         if self.kernels not in ("auto", "native", "torch"):
             raise InvalidConfig.of("kernels", f"must be auto, native or torch, got {brief(self.kernels)}")
+        if self.quantization not in ("auto", "none", "int8", "gguf"):
+            raise InvalidConfig.of("quantization", f"must be auto, none, int8 or gguf, got {brief(self.quantization)}")
         if self.on_worker_loss not in ("resume", "fail"):
             raise InvalidConfig.of("on_worker_loss", f"must be resume or fail, got {brief(self.on_worker_loss)}")
         for name in ("enable_prefix_caching", "batch_invariant"):
@@ -201,6 +206,7 @@ class EngineOptions(TypedDict, total=False):
     payload_memory: int
     num_threads: int | None
     kernels: Kernels
+    quantization: Quantization
     batch_invariant: bool
     startup_timeout: float
     step_timeout: float

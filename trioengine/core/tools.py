@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from trioengine.core.checks import check_flag, rejected
+from trioengine.core.checks import check_flag, check_json, check_unicode, rejected
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import ToolCall, ToolCallDelta
 from trioengine.core.wording import brief
@@ -111,6 +111,8 @@ def _function(tool: object, where: str) -> ToolFunction:
         raise rejected(f"{place}.description", f"must be a string, got {brief(description)}")
     if not (parameters is None or (isinstance(parameters, Mapping) and _is_json(parameters))):
         raise rejected(f"{place}.parameters", f"must be a JSON schema of an object, got {brief(parameters)}")
+    check_json(description, f"{place}.description")
+    check_json(parameters, f"{place}.parameters")
     return ToolFunction(name, description, parameters)
 
 
@@ -151,17 +153,50 @@ def _is_deeper(value: object, depth: int) -> bool:
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
+class JsonObject:
+    """How far an object of JSON has come."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+        self.is_complete = False
+
+    def take(self, text: str) -> int:
+        """Return how many characters of the text belong to the value."""
+        for index, character in enumerate(text):
+            if self.is_complete:
+                return index
+            if self._in_string:
+                self._in_string = character != '"' or self._is_escaped
+                self._is_escaped = character == "\\" and not self._is_escaped
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                self.is_complete = self._depth == 0
+        return len(text)
+
+
 @dataclass(slots=True)
 class _Growing:
     id: str
     name: str
     pieces: list[str] = field(default_factory=list)  # of the arguments
     num_read: int = -1  # of the pieces; -1: nothing of the call
-    is_whole: bool = False
 
     @property
     def has_unread(self) -> bool:
         return self.num_read < len(self.pieces)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its arguments have come."""
+        arguments = JsonObject()
+        arguments.take("".join(self.pieces))
+        return arguments.is_complete
 
     def read(self, index: int) -> ToolCallDelta:
         first, self.num_read = max(self.num_read, 0), len(self.pieces)
@@ -178,18 +213,12 @@ class GrowingCalls:
         return len(self._calls)
 
     def begin(self, id: str, name: str) -> None:
-        """Begin a call; the one before it is complete."""
-        self.complete()
+        """Begin a call; the one before it has all of its arguments."""
         self._calls.append(_Growing(id, name))
 
     def grow(self, arguments: str) -> None:
         """Take more of the arguments of the latest call."""
         self._calls[-1].pieces.append(arguments)
-
-    def complete(self) -> None:
-        """The latest call, if there is one, has all of its arguments."""
-        if self._calls:
-            self._calls[-1].is_whole = True
 
     @property
     def has_unread(self) -> bool:
@@ -201,7 +230,7 @@ class GrowingCalls:
 
     @property
     def whole(self) -> tuple[ToolCall, ...]:
-        """The calls that are complete."""
+        """The calls that have all of their arguments."""
         return tuple(ToolCall(call.id, call.name, "".join(call.pieces)) for call in self._calls if call.is_whole)
 
 
@@ -222,6 +251,7 @@ def _call(call: object, where: str) -> ToolCall:
     for path, value in (("id", id), ("function.name", name), ("function.arguments", arguments)):
         if not isinstance(value, str):
             raise rejected(f"{where}.{path}", f"must be a string, got {brief(value)}")
+        check_unicode(value, f"{where}.{path}")
     return ToolCall(str(id), str(name), str(arguments))
 
 

@@ -32,7 +32,7 @@ from trioengine.serve.requests import (
     WithChoices,
 )
 from trioengine.serve.shown import Shown
-from trioengine.text.prompt_end import OPTIONS, PromptEnd
+from trioengine.text.prompt_end import HAS_CALLS, OPTIONS, PromptEnd, not_continued
 from trioengine.text.reasoning import AnswerForm, ReasoningForm
 from trioengine.text.tool_calls import HERMES, ToolForm, form_of
 from trioengine.text.tools import Tools, with_instructions
@@ -133,7 +133,9 @@ def parse_chat_request(body: bytes, model: ServedModel) -> ChatRequest:
     check_model(given.model, model.name)
     check_supported(fields, UNSUPPORTED)
     tools, skipped = parse_tools(given, model.tool_form)
-    messages: Sequence[Mapping[str, Any]] = engine_messages(given.messages, model)
+    messages: Sequence[Mapping[str, Any]] = engine_messages(
+        given.messages, model, is_continued=bool(given.continue_final_message)
+    )
     if tools is not None and not model.takes_tools:
         messages = with_instructions(messages, tools.instructions)
     grammar = _placed_grammar(given, tools)
@@ -277,11 +279,17 @@ def _structured(outputs: StructuredOutputs) -> Grammar:
 # ---- messages ------------------------------------------------------------------------------------------------------
 
 
-def engine_messages(messages: Sequence[Message], model: ServedModel) -> list[EngineMessage]:
+def engine_messages(
+    messages: Sequence[Message], model: ServedModel, *, is_continued: bool = False
+) -> list[EngineMessage]:
     """Return the messages for the engine. A content is one string, or a list of parts if it has images.
 
-    Raises ClientError for images, unless the model takes them.
+    Raises ClientError for images, unless the model takes them, and RequestRejected for a last message that is to be
+    continued and has calls, which become a part of its text if the chat template does not print them.
     """
+    last = messages[-1] if messages else None
+    if is_continued and isinstance(last, AssistantMessage) and last.tool_calls:
+        raise not_continued(HAS_CALLS)
     return [_engine_message(message, f"messages[{index}]", model) for index, message in enumerate(messages)]
 
 

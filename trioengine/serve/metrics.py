@@ -65,6 +65,9 @@ GAUGES: Mapping[str, Count] = {
         "Requests that have no worker, and go on when there is one", lambda counts: counts.suspended
     ),
     "num_sessions": Count("Sessions that have a slot", lambda counts: counts.sessions),
+    "num_waiting_for_slot": Count(
+        "Callers that wait for a session's or a request's slot", lambda counts: counts.waiting_for_slot
+    ),
     "payload_bytes_inflight": Count(
         "Bytes of images that are prepared, on their way to the worker, or of a suspended request",
         lambda counts: counts.payload_bytes_inflight,

@@ -157,7 +157,8 @@ class Tokenization:
             message = "give a prompt, or messages: a list of at least one"
             raise ClientError("missing_parameter", message, param="messages")
         model = ServedModel.of(self._engine, self._model, self._tool_form)
-        messages = engine_messages(given.messages, replace(model, image_refusal=_NO_IMAGES))
+        is_continued = bool(given.continue_final_message)
+        messages = engine_messages(given.messages, replace(model, image_refusal=_NO_IMAGES), is_continued=is_continued)
         self._check_length(messages, "messages")
         if given.add_special_tokens:
             message = "add_special_tokens is for prompt: the chat template has messages' own"
@@ -165,7 +166,7 @@ class Tokenization:
         return self._engine.tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=given.add_generation_prompt is not False,
-            continue_final_message=bool(given.continue_final_message),
+            continue_final_message=is_continued,
         )
 
     def _check_length(self, prompt: Prompt, name: str) -> None:

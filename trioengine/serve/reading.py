@@ -170,8 +170,10 @@ def check_supported(fields: Mapping[str, Any], unsupported: Mapping[str, tuple[A
     `unsupported` has such values by the names of the fields; null is always one. Raises ClientError.
     """
     for name, value in fields.items():
-        harmless = unsupported.get(name, (value,))
-        if value is None or any(type(value) is type(each) and value == each for each in harmless):
+        if value is None or name not in unsupported:
+            continue
+        harmless = unsupported[name]
+        if any(type(value) is type(each) and value == each for each in harmless):
             continue
         param = f"{where}.{name}" if where else name
         rule = f"must be {either([shown(each) for each in harmless])}" if harmless else "is not supported"

@@ -20,11 +20,11 @@ from jinja2.ext import loopcontrols
 from jinja2.runtime import LoopContext, Macro, Undefined
 from jinja2.utils import Cycler, Joiner, Namespace
 
-from trioengine.core.checks import rejected
+from trioengine.core.checks import check_json, rejected
 from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.core.wording import brief, excerpt
 from trioengine.text import template_operations as operations
-from trioengine.text.messages import IMAGE_PART, check_json, copied, text_part
+from trioengine.text.messages import IMAGE_PART, copied, text_part
 from trioengine.text.prompt_end import PromptEnd
 from trioengine.text.template_filters import FILTERS, TESTS, ChatSandbox, FormatMethod, methods_of
 from trioengine.text.template_operations import BoundedContext, Budget, TemplateTooCostly, within_budget

@@ -17,14 +17,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
 
-from trioengine.core.checks import kind_of
+from trioengine.core.checks import BYTES, check_unicode, kind_of
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import Image
 from trioengine.core.sampling_params import retained
 from trioengine.core.types import TokenIds, token_ids
 from trioengine.text.chat_template import NO_VARIABLES
 from trioengine.text.chat_tokenizer import ChatTokenizer, PlacedImage, image_parts, num_image_tokens, place_images
-from trioengine.text.messages import BYTES, Message, Turns, check_unicode, checked_messages, copied
+from trioengine.text.messages import Message, Turns, checked_messages, copied
 from trioengine.text.output import Detokenizer
 from trioengine.text.prompt_end import OPTIONS, PromptEnd, with_answer
 from trioengine.text.tools import Tools, with_instructions

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias, TypedDict, get_args
 
-from trioengine.core.checks import check_role, content_of
+from trioengine.core.checks import BYTES, check_json, check_role, check_unicode, content_of
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import is_image_part
 from trioengine.core.wording import brief
@@ -27,9 +27,7 @@ class ChatMessage(TypedDict):
 
 
 ROLES: tuple[str, ...] = get_args(Role)
-BYTES = (bytes, bytearray, memoryview)  # sequences, but neither texts nor lists
 IMAGE_PART = {"type": "image"}  # an image's part as templates see it
-MAX_DEPTH = 64  # of the values in a message
 _IMAGE_TYPES = ("image", "image_url", "input_image")
 _LEADING = ("system", "developer")
 
@@ -96,17 +94,6 @@ def copied(value: Any) -> Any:
     return [copied(entry) for entry in value] if isinstance(value, Sequence) else value
 
 
-def check_unicode(text: str, name: str) -> None:
-    """Raise RequestRejected for lone surrogates: JSON can carry them, tokenizers refuse them."""
-    if text.isascii():  # constant time
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        message = f"{name} is not valid Unicode: it has a lone surrogate"
-        raise RequestRejected("invalid_value", message, param=name) from None
-
-
 def _checked_message(message: Message, name: str, image_refusal: str) -> Message:
     if not isinstance(message, Mapping):
         raise RequestRejected("invalid_value", f"{name} must be a message, got {type(message).__name__}", param=name)
@@ -115,27 +102,6 @@ def _checked_message(message: Message, name: str, image_refusal: str) -> Message
     fields: dict[str, Any] = {**message, "content": None}
     check_json(fields, name)
     return {**copied(fields), "content": _content(content, f"{name}.content", image_refusal)}
-
-
-def check_json(value: object, name: str, depth: int = 0) -> None:
-    """Raise RequestRejected for values that JSON does not have: templates cannot be relied on to print them."""
-    if depth > MAX_DEPTH:
-        raise RequestRejected("invalid_value", f"{name} is nested too deeply", param=name)
-    if isinstance(value, str):
-        check_unicode(value, name)
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            if not isinstance(key, str):
-                message = f"{name} has a key that is not a string: {key!r:.60}"
-                raise RequestRejected("invalid_value", message, param=name)
-            check_unicode(key, name)
-            check_json(entry, f"{name}.{key:.40}", depth + 1)
-    elif isinstance(value, Sequence) and not isinstance(value, BYTES):
-        for index, entry in enumerate(value):
-            check_json(entry, f"{name}[{index}]", depth + 1)
-    elif value is not None and not isinstance(value, (bool, int, float)):
-        message = f"{name} must be a JSON value, got {type(value).__name__}"
-        raise RequestRejected("invalid_value", message, param=name)
 
 
 def _content(content: object, name: str, image_refusal: str) -> str | list[dict[str, Any]]:

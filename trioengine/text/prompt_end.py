@@ -11,6 +11,7 @@ from trioengine.core.wording import brief
 from trioengine.text.messages import Message
 
 ADD_PROMPT, CONTINUE = OPTIONS = ("add_generation_prompt", "continue_final_message")
+HAS_CALLS = "must not have tool_calls"  # the problem of a final message that is to be continued
 _MARK = "\U0010fffe"  # not a character: put behind the final content, to find its end in a rendering
 
 
@@ -50,13 +51,18 @@ def marked(messages: Sequence[Message]) -> Sequence[Message]:
     if last.get("role") != "assistant":
         problem = f"must be the assistant's, got the role {brief(last.get('role'))}"
     elif last.get("tool_calls"):
-        problem = "must not have tool_calls"
+        problem = HAS_CALLS
     elif not isinstance(last.get("content"), str):
         problem = "must have a text as its content"
     if problem is not None:
-        message = f"messages: with continue_final_message the last one {problem}"
-        raise RequestRejected("invalid_value", message, param="messages")
+        raise not_continued(problem)
     return [*messages[:-1], {**last, "content": last["content"] + _MARK}]
+
+
+def not_continued(problem: str) -> RequestRejected:
+    """Return the error of a final message that cannot be continued."""
+    message = f"messages: with continue_final_message the last one {problem}"
+    return RequestRejected("invalid_value", message, param="messages")
 
 
 def cut_at_mark(rendering: str) -> str:

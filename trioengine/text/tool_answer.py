@@ -26,10 +26,7 @@ class ToolAnswer:
 
     def finish(self, *, is_aborted: bool = False) -> None:
         """Take the part that was not decided, as nothing follows; not the beginning of a call that was aborted."""
-        if not (is_aborted and self._parser.is_before_arguments):
-            self._add(self._parser.finish())
-        if not self._parser.is_cut:
-            self.calls.complete()
+        self._add(self._parser.finish(is_aborted=is_aborted))
 
     @property
     def text(self) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from trioengine.core.grammar import Grammar
+from trioengine.core.tools import JsonObject
 from trioengine.text.stop_strings import overlap
 
 
@@ -114,7 +115,7 @@ class ToolCallParser:
         self._searched = 0  # characters of the buffer in which the end does not begin
         self._space = ""  # white space before the call, which is text if no call follows
         self._has_text = False  # some was given out
-        self._value = _JsonValue()  # the arguments
+        self._value = JsonObject()  # the arguments
         self._parts: list[Part] = []
         self.num_calls = 0
 
@@ -125,9 +126,11 @@ class ToolCallParser:
             pass
         return self._take_parts()
 
-    def finish(self) -> list[Part]:
-        """Return the rest, at the end of the answer."""
+    def finish(self, *, is_aborted: bool = False) -> list[Part]:
+        """Return the rest, at the end of the answer; not the beginning of a call that was aborted."""
         rest, self._buffer = self._buffer, ""
+        if is_aborted and self._state in (_State.HEAD, _State.WHOLE):
+            return self._take_parts()
         inside = rest[: len(rest) - overlap(rest, self._end)]  # without an end tag that is cut
         if self._state in (_State.HEAD, _State.WHOLE):
             self._give_whole(inside, self._space + self._begin + rest)
@@ -141,11 +144,6 @@ class ToolCallParser:
     def is_cut(self) -> bool:
         """Whether the answer has ended within the arguments of a call."""
         return self._state is _State.ARGUMENTS
-
-    @property
-    def is_before_arguments(self) -> bool:
-        """Whether the answer has come into a call, and not to its arguments."""
-        return self._state in (_State.HEAD, _State.WHOLE)
 
     def _take_parts(self) -> list[Part]:
         parts, self._parts = self._parts, []
@@ -209,7 +207,7 @@ class ToolCallParser:
         if (head := _HEAD.match(self._buffer)) is not None:
             if (name := _loaded(head[1])) is None:
                 return self._turn_to(_State.WHOLE, self._buffer)
-            self._value = _JsonValue()
+            self._value = JsonObject()
             self._begin_call(str(name))
             return self._turn_to(_State.ARGUMENTS, self._buffer[head.end() :])
         if len(self._buffer) > _MAX_HEAD or (self._end and self._end in self._buffer):
@@ -273,30 +271,3 @@ def _arguments(call: Any) -> str | None:
         return None
     arguments = call.get("arguments", call.get("parameters", {}))
     return json.dumps(arguments) if isinstance(arguments, dict) else None
-
-
-class _JsonValue:
-    """How far an object of JSON has come."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._is_escaped = False
-        self.is_complete = False
-
-    def take(self, text: str) -> int:
-        """Return how many characters of the text belong to the value."""
-        for index, character in enumerate(text):
-            if self.is_complete:
-                return index
-            if self._in_string:
-                self._in_string = character != '"' or self._is_escaped
-                self._is_escaped = character == "\\" and not self._is_escaped
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                self.is_complete = self._depth == 0
-        return len(text)

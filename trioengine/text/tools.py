@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from trioengine.core.checks import check_json
 from trioengine.core.errors import RequestRejected
 from trioengine.core.grammar import Grammar
 from trioengine.core.tools import AskedTools, ToolFunction
-from trioengine.text.messages import Message, check_json, text_part
+from trioengine.text.messages import Message, text_part
 from trioengine.text.tool_calls import ToolForm
 
 _INSTRUCTIONS = """You may call functions. These are their JSON schemas, one in a line:
@@ -73,10 +74,14 @@ def with_shown_calls(message: Message, form: ToolForm, *, takes_tools: bool) -> 
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         return message
     shown = list(map(_with_object, calls))
-    if takes_tools or not isinstance(message["content"], str):
+    content = message.get("content") or ""
+    if takes_tools or not isinstance(content, Sequence):
         return {**message, "tool_calls": shown}
     fields = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**fields, "content": "\n".join(filter(None, (message["content"], *map(form.text_of_call, shown))))}
+    texts = list(map(form.text_of_call, shown))
+    if isinstance(content, str):
+        return {**fields, "content": "\n".join(filter(None, (content, *texts)))}
+    return {**fields, "content": [*content, *([text_part("\n".join(texts))] if texts else [])]}
 
 
 def _with_object(call: Any) -> Any:

@@ -38,10 +38,13 @@ class Output:
         """Add a piece of the answer. Raises ClientError if the conversation has no room for another item."""
         self._take([text] if self._parser is None else self._parser.feed(text))
 
-    def finish(self) -> None:
-        """Add the part of the answer that was not decided, as nothing follows. Raises ClientError as `add`."""
+    def finish(self, *, is_aborted: bool) -> None:
+        """Add the part of the answer that was not decided, as nothing follows. Raises ClientError as `add`.
+
+        The beginning of a call that was aborted is left out, as the arguments have not begun.
+        """
         if self._parser is not None:
-            self._take(self._parser.finish())
+            self._take(self._parser.finish(is_aborted=is_aborted))
 
     def close(self, *, is_completed: bool) -> None:
         """Close the last item at the end of the response; a call is complete if it has all of its arguments."""

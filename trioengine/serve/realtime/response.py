@@ -127,7 +127,7 @@ class Response:
 
     def finish(self, completion: Completion) -> None:
         """End with an outcome of the engine other than an error. Raises ClientError as `Output.add`."""
-        self.output.finish()
+        self.output.finish(is_aborted=completion.finish_reason is FinishReason.ABORT)
         self.usage = _usage(completion.usage)
         self._record_dropped(completion.dropped_turns)
         match completion.finish_reason:

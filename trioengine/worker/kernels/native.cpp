@@ -5,81 +5,11 @@
 // CPU has no registers of 64 bytes. Not compiled with -ffast-math: what is not finite must be seen, in its sequence and in
 // no other.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include "lanes.h"
 
 namespace {
 
-constexpr int LANES = 16;
-using Floats = float __attribute__((vector_size(4 * LANES)));
-using Ints = int32_t __attribute__((vector_size(4 * LANES)));
-using Words = uint32_t __attribute__((vector_size(4 * LANES)));
-using Halves = uint16_t __attribute__((vector_size(2 * LANES)));
-
-struct bfloat16 {
-    uint16_t bits;
-};
 using Element = ELEMENT;
-
-// ---- lanes ----
-
-inline Floats widened(Floats v) { return v; }
-inline Floats widened(Halves v) { return (Floats)(__builtin_convertvector(v, Words) << 16); }
-
-inline void narrow(Floats v, Floats &to) { to = v; }
-inline void narrow(Floats v, Halves &to) {  // to the nearest, ties to even
-    const Words bits = (Words)v, rounded = bits + 0x7fff + ((bits >> 16) & 1);
-    to = __builtin_convertvector((v == v ? rounded : bits | 0x400000) >> 16, Halves);  // nan may carry into infinity
-}
-
-template <class T>
-struct Row;  // 16 elements as they lie in memory
-template <>
-struct Row<float> {
-    using type = Floats;
-};
-template <>
-struct Row<bfloat16> {
-    using type = Halves;
-};
-
-template <class T>
-inline Floats load(const T *from, int count = LANES) {  // zeros behind the count
-    typename Row<T>::type row{};
-    std::memcpy(&row, from, count * sizeof(T));
-    return widened(row);
-}
-
-template <class T>
-inline void store_lanes(T *to, Floats v, int count = LANES) {
-    typename Row<T>::type row;
-    narrow(v, row);
-    std::memcpy(to, &row, count * sizeof(T));
-}
-
-template <class Body>  // body(start, count): whole rows of lanes, whose count is a constant, and the rest
-inline void for_lanes(int64_t size, Body body) {
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) body(i, LANES);
-    if (i < size) body(i, int(size - i));
-}
-
-inline Floats all(float x) { return x - Floats{}; }
-inline Floats larger(Floats a, Floats b) { return a < b ? b : a; }
-
-inline float sum(Floats v) {
-    float result = 0;
-    for (int i = 0; i < LANES; i++) result += v[i];
-    return result;
-}
-
-inline float largest(Floats v) {
-    float result = v[0];
-    for (int i = 1; i < LANES; i++) result = std::max(result, v[i]);
-    return result;
-}
 
 // e to the x by Cephes' expf: 2 to the n times a polynomial. Off by some 2 units of the last place; beyond the range of
 // float32's normal numbers 0 or infinity, and nan of nan.

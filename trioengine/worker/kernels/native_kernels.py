@@ -1,9 +1,9 @@
 """The native kernels: calls into the library that is compiled from native.cpp.
 
 It is compiled once for a model's shape, a compiler and a machine, and kept in the user's folder under a hash of all
-three: the source, the command with the shape as macros, and the macros that the compiler itself defines, which name its
-version and the machine's instructions. A kept library that others than the user and root can have
-changed is not loaded: the source is compiled again, in a private folder.
+three: the source with its headers, the command with the shape as macros, and the macros that the compiler itself
+defines, which name its version and the machine's instructions. A kept library that others than the user and root can
+have changed is not loaded: the source is compiled again, in a private folder.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ def load_library(source: Path, macros: Mapping[str, str | int], functions: Seque
 
 def _hash(source: Path, command: Sequence[str]) -> str:
     macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
-    parts = (source.read_bytes(), repr(command).encode(), macros)
+    headers = (header.read_bytes() for header in sorted(source.parent.glob("*.h")))
+    parts = (source.read_bytes(), *headers, repr(command).encode(), macros)
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
 
 

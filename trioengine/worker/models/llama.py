@@ -43,9 +43,11 @@ class LlamaModel:
         """Read the weights, one layer at a time; `prefix` stands before the names of all but the head's."""
         self.config = config
         self._kernels = kernels
-        self._embedding = weights.tensor(f"{prefix}embed_tokens.weight")
+        embedding = f"{prefix}embed_tokens"
+        self._embedding = weights.tensor(f"{embedding}.weight")
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
-        self._head = weights.linear_of(self._embedding) if config.tie_word_embeddings else weights.linear("lm_head")
+        is_tied = config.tie_word_embeddings
+        self._head = weights.linear_of(self._embedding, embedding) if is_tied else weights.linear("lm_head")
         self._norm = RMSNorm(weights.tensor(f"{prefix}norm.weight").float(), config.rms_norm_eps)
         frequencies = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
         if weights.has(FREQUENCY_DIVISORS):

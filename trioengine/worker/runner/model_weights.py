@@ -28,11 +28,12 @@ from trioengine.worker.kernels import Kernels
 from trioengine.worker.kernels.kv_cache import KVCache, count_blocks
 from trioengine.worker.kernels.linear import InvariantLinears
 from trioengine.worker.kernels.native_kernels import CompilerMissing, KernelsUnavailable, NativeKernels
+from trioengine.worker.kernels.products import IntegerProducts
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.models import Model, load_model
 from trioengine.worker.scheduling.sequence import OnProgress
 from trioengine.worker.weights import open_checkpoint
-from trioengine.worker.weights.checkpoint import Checkpoint, WeightReader
+from trioengine.worker.weights.checkpoint import Checkpoint, LinearOptions, WeightReader
 
 _PRECISION = 1e-6  # GGUF files hold float32
 _LIBC = ctypes.CDLL(None)
@@ -51,7 +52,7 @@ class ModelSpec:
     num_blocks: int
     block_size: int
     kernels: Kernels
-    linears: InvariantLinears | None  # None: a row's results may depend on the batch
+    linears: LinearOptions
 
     @staticmethod
     def read(config: WorkerConfig) -> ModelSpec:
@@ -122,16 +123,36 @@ def choose_kernels(name: str, model: TextConfig, dtype: torch.dtype, device: tor
         return TorchKernels(model.num_heads)
 
 
-def _choose_linears(config: WorkerConfig, dtype: torch.dtype, kernels: Kernels) -> InvariantLinears | None:
-    """Invariant in float32 where possible. Raises ModelError for `batch_invariant` without kernels that allow it."""
+def _choose_linears(config: WorkerConfig, dtype: torch.dtype, kernels: Kernels) -> LinearOptions:
+    """Invariant in float32 where possible, and with integers. Raises ModelError without kernels that allow it."""
     if config.batch_invariant and not kernels.is_batch_invariant:
-        raise ModelError(
-            f"batch_invariant needs the native kernels, and the {kernels.name} kernels are in use: "
-            "run on a CPU with g++ installed and with kernels auto or native, or without batch_invariant"
-        )
-    if kernels.is_batch_invariant and (config.batch_invariant or dtype == torch.float32):
-        return InvariantLinears(is_required=config.batch_invariant)
-    return None
+        raise _needs_native("batch_invariant", kernels)
+    products = _choose_products(config, dtype, kernels)
+    is_invariant = config.batch_invariant or dtype == torch.float32 or products is not None
+    return LinearOptions(
+        InvariantLinears(is_required=config.batch_invariant) if kernels.is_batch_invariant and is_invariant else None,
+        products,
+        quantizes=config.quantization == "int8",
+        takes_four_bit=config.quantization == "auto",
+    )
+
+
+def _choose_products(config: WorkerConfig, dtype: torch.dtype, kernels: Kernels) -> IntegerProducts | None:
+    if config.quantization in ("auto", "none"):
+        return None
+    if not kernels.is_batch_invariant:
+        raise _needs_native(f"quantization {config.quantization}", kernels)
+    try:
+        return IntegerProducts(dtype)
+    except KernelsUnavailable as exc:
+        raise ModelError(f"quantization {config.quantization}: {exc}; choose quantization auto or none") from exc
+
+
+def _needs_native(option: str, kernels: Kernels) -> ModelError:
+    return ModelError(
+        f"{option} needs the native kernels, and the {kernels.name} kernels are in use: "
+        f"run on a CPU with g++ installed and with kernels auto or native, or without {option.split()[0]}"
+    )
 
 
 def _check_pillow(path: str, model: ModelConfig) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trioengine.core.errors import ModelError
+from trioengine.core.errors import InvariantError, ModelError
 from trioengine.hub.model_config import ModelConfig
 from trioengine.worker.kernels.linear import (
     FourBitWeight,
@@ -23,6 +23,13 @@ from trioengine.worker.kernels.linear import (
     joined,
     make_linear,
     wants_four_bit,
+)
+from trioengine.worker.kernels.products import (
+    IntegerProducts,
+    IntegerWeight,
+    can_multiply,
+    join_integers,
+    to_integers,
 )
 from trioengine.worker.scheduling.sequence import OnProgress
 
@@ -58,9 +65,23 @@ class Checkpoint(Protocol):
         """The tensor as it is stored, where that is in four bits; else None."""
         ...
 
+    def read_integers(self, name: str) -> IntegerWeight | None:
+        """The tensor as it is stored, where integer products take that; else None."""
+        ...
+
     def close(self) -> None:
         """Unmap the files."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinearOptions:
+    """How linear layers are made, on the CPU."""
+
+    invariant: InvariantLinears | None = None  # None: a row's results may depend on the batch
+    products: IntegerProducts | None = None  # None: products of the model's dtype
+    quantizes: bool = False  # weights that are stored otherwise, for `products`
+    takes_four_bit: bool = True  # for few rows, where neither `invariant` nor `products`
 
 
 class WeightReader:
@@ -73,9 +94,9 @@ class WeightReader:
         dtype: torch.dtype,
         device: torch.device,
         on_progress: OnProgress,
-        linears: InvariantLinears | None = None,
+        linears: LinearOptions | None = None,
     ) -> None:
-        """`wanted` are the tensors that the progress counts; without `linears` a layer may depend on the batch.
+        """`wanted` are the tensors that the progress counts.
 
         Raises ModelError if the tensors exceed the machine's memory.
         """
@@ -85,7 +106,7 @@ class WeightReader:
         self._total, self._done = sum(self._sizes.values()), 0
         self._check_memory()
         self._on_progress = on_progress
-        self._linears = linears
+        self._linears = linears or LinearOptions()
         self._given: list[weakref.ref[Tensor]] = []  # weakly: a layer may pack a tensor, and drop it
         on_progress(0, self._total)
 
@@ -102,20 +123,43 @@ class WeightReader:
 
         The header's check leaves no doubt: a checkpoint has the biases of its configuration, and no others.
         """
-        weight = self._give(joined([self._read(f"{name}.weight") for name in names]))
         bias = (
             self._give(joined([self._read(f"{name}.bias") for name in names])) if self.has(f"{names[0]}.bias") else None
         )
-        if self._linears is not None:
-            return self._linears.make(weight, bias)
+        integers = self._integers(names)
+        if integers is not None:
+            for name in names:
+                self._count(f"{name}.weight")
+            return self._make_integer(integers, bias)
+        weight = self._give(joined([self._read(f"{name}.weight") for name in names]))
         four_bit = None
-        if wants_four_bit(weight):
+        if self._linears.takes_four_bit and self._linears.invariant is None and wants_four_bit(weight):
             four_bit = join_four_bit(self._checkpoint.read_four_bit(f"{name}.weight") for name in names)
-        return make_linear(weight, bias, four_bit)
+        return self._make(weight, bias, four_bit)
 
-    def linear_of(self, weight: Tensor) -> Linear:
-        """A layer of a weight that `tensor` has returned, such as an embedding that is the head as well."""
-        return make_linear(weight) if self._linears is None else self._linears.make(weight, None)
+    def linear_of(self, weight: Tensor, name: str) -> Linear:
+        """A layer of the weight that `tensor` has returned for `NAME.weight`, as an embedding that is the head too."""
+        integers = self._integers((name,))
+        return self._make(weight) if integers is None else self._make_integer(integers, None)
+
+    def _integers(self, names: tuple[str, ...]) -> IntegerWeight | None:
+        """The weight as it is stored, where integer products take it."""
+        if self._linears.products is None:
+            return None
+        weight = join_integers(self._checkpoint.read_integers(f"{name}.weight") for name in names)
+        return weight if weight is not None and can_multiply(weight.codes.shape) else None
+
+    def _make_integer(self, weight: IntegerWeight, bias: Tensor | None) -> Linear:
+        if self._linears.products is None:
+            raise InvariantError("an integer weight without integer products")
+        return self._linears.products.make(weight, bias)
+
+    def _make(self, weight: Tensor, bias: Tensor | None = None, four_bit: FourBitWeight | None = None) -> Linear:
+        if self._linears.products is not None and self._linears.quantizes and can_multiply(weight.shape):
+            return self._linears.products.make(to_integers(weight), bias)
+        if self._linears.invariant is not None:
+            return self._linears.invariant.make(weight, bias)
+        return make_linear(weight, bias, four_bit)
 
     def in_use(self) -> list[Tensor]:
         """The tensors given out that are still referenced."""
@@ -132,10 +176,13 @@ class WeightReader:
 
     def _read(self, name: str) -> Tensor:
         tensor = self._checkpoint.read(name, self._dtype).to(self._device)
+        self._count(name)
+        return tensor
+
+    def _count(self, name: str) -> None:
         if name in self._sizes:
             self._done += self._sizes[name]
             self._on_progress(self._done, self._total)
-        return tensor
 
     def _give(self, tensor: Tensor) -> Tensor:
         self._given.append(weakref.ref(tensor))

@@ -24,6 +24,7 @@ from trioengine.core.gguf import GGUFTensor
 from trioengine.core.wording import excerpt
 from trioengine.hub.checkpoint import map_file, read_gguf, read_safetensors
 from trioengine.worker.kernels.linear import GROUP, FourBitWeight
+from trioengine.worker.kernels.products import IntegerWeight
 from trioengine.worker.weights.checkpoint import TensorShape
 
 _PIECE = 1 << 19  # elements: 2 MiB in float32, which the caches hold
@@ -52,6 +53,9 @@ class SafetensorsCheckpoint:
         return tensor.to(dtype, copy=True)
 
     def read_four_bit(self, name: str) -> FourBitWeight | None:
+        return None
+
+    def read_integers(self, name: str) -> IntegerWeight | None:
         return None
 
     def close(self) -> None:
@@ -89,6 +93,11 @@ class GGUFCheckpoint:
         weight = read_four_bit(self._bytes(info), info.type.name, info.shape)
         return weight and weight.map_rows(lambda rows: self._in_halves(name, rows))
 
+    def read_integers(self, name: str) -> IntegerWeight | None:
+        info = self._stored[name]
+        weight = read_integers(self._bytes(info), info.type.name, info.shape)
+        return weight and weight.map_rows(lambda rows: self._in_halves(name, rows))
+
     def _in_halves(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """Undo llama.cpp's order of a tensor's rows: in each head, rows 2i and 2i + 1 become i and i + head_dim / 2."""
         heads = self._interleaved.get(name)
@@ -117,6 +126,20 @@ def read_four_bit(data: memoryview, kind: str, shape: tuple[int, ...]) -> FourBi
     head = blocks[..., : 2 * numbers].copy().view(np.float16).astype(np.float32)  # [rows, blocks, numbers]
     scales, minima = head[..., 0], head[..., 0] * -_ZERO_CODE if kind == "Q4_0" else head[..., 1]
     return FourBitWeight(*(torch.from_numpy(np.ascontiguousarray(part)) for part in (codes, scales, minima)))
+
+
+def read_integers(data: memoryview, kind: str, shape: tuple[int, ...]) -> IntegerWeight | None:
+    """Read the matrix of `shape` as Q4_0, Q4_1 or Q8_0 stores it; None for another type, or another rank than 2."""
+    four_bit = read_four_bit(data, kind, shape)
+    if four_bit is not None:
+        minima, zero = (None, _ZERO_CODE) if kind == "Q4_0" else (four_bit.minima, 0)
+        return IntegerWeight(four_bit.codes, four_bit.scales, minima, zero, 4)
+    if kind != "Q8_0" or len(shape) != 2:
+        return None
+    blocks = np.frombuffer(data, dtype=np.uint8).reshape(shape[0], shape[1] // GROUP, 2 + GROUP)
+    scales = blocks[..., :2].copy().view(np.float16)[..., 0].astype(np.float32)
+    codes = (blocks[..., 2:] ^ 128).reshape(shape)  # from two's complement to an offset of 128
+    return IntegerWeight(torch.from_numpy(codes), torch.from_numpy(scales), None, 128, 8)
 
 
 def dequantize_gguf(
