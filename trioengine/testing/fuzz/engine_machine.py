@@ -37,6 +37,7 @@ PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "", UNPREPAR
 DECODED = ("one", UNREADABLE, f"{UNREADABLE} dot")  # pictures of a request that is stopped, and of one behind it
 DECODED_NEXT = ("dot", "two", "wide", UNREADABLE)
 CROWD = ("two one", "one one", "dot")
+WAYS_TO_STOP = ("abort", "cancel", "go on", "abort by id", "abort by label", "fail")
 DOT: tuple[Turn, ...] = (("user", content_of("dot", "a")),)
 HISTORIES: tuple[tuple[Turn, ...], ...] = (
     (),
@@ -352,7 +353,7 @@ class EngineMachine(GrammarsMachine):
         return False
 
     @precondition(lambda self: self.readers)
-    @recorded(which=WHICH, what=st.sampled_from(("abort", "cancel", "go on", "abort by id", "fail")))
+    @recorded(which=WHICH, what=st.sampled_from(WAYS_TO_STOP))
     def stop_reading(self, which: int, what: str) -> None:
         """Also of a request that is over; the latest is the first to be chosen."""
         self._stop(pick(latest_first(self.readers), which), what)

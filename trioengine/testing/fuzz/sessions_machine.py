@@ -276,7 +276,7 @@ class SessionsMachine(CallsMachine):
             logprobs=LOGPROBS[number % len(LOGPROBS)],
             stop_token_ids=STOP_TOKENS[number % len(STOP_TOKENS)],
         )
-        label = f"reader {number // 2}"  # two share one
+        label = f"reader {number // 4}"  # four share one
         reader = Reader(
             Life(self.faults), holder, prompt, params, style, keep_partial, timeout, wait, media, label, raw
         )
@@ -321,19 +321,19 @@ class SessionsMachine(CallsMachine):
             pass  # there is nothing yet, or it was refused, or has no id
         elif what != "fail":
             self._note_moment(reader, "abort")
-            self._abort(reader, generation, by_id=what == "abort by id")
+            self._abort(reader, generation, what)
         elif self.worker is not None:  # the worker cannot sample for it: it fails alone
             self._note_moment(reader, what)
             self.worker.runner.fail_requests.add(generation.request_id)
             self.faults.requests.add(generation.request_id)
 
-    def _abort(self, reader: Reader, generation: Generation, *, by_id: bool) -> None:
-        by_label = by_id and self.readers.index(reader) % 2 == 1
+    def _abort(self, reader: Reader, generation: Generation, what: str) -> None:
+        by_label = what == "abort by label"
         to_end = [each for each in self._named(reader) if by_label or each is reader]
         for each in (reader, *to_end):
             each.aborted = True
         self.requests.fix_cause(filter(None, [each.generation for each in to_end]), Cause.CLIENT)
-        name = reader.label if by_label else generation.request_id if by_id else None
+        name = reader.label if by_label else generation.request_id if what == "abort by id" else None
         abort = generation.abort if name is None else functools.partial(self.engine.abort, name)
         ended = abort()
         assert ended == len(to_end), f"abort() returned {ended} for {generation}, and {len(to_end)} were going"
