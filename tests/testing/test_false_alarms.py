@@ -47,6 +47,15 @@ FALSE_ALARMS = {
             ("tick", {"passes": 2, "order": 3}),
         ],
     ),
+    "a connection whose client has vanished is taken over just before its ping is lost, and closes after that": (
+        "RealtimeMachine",
+        [
+            ("begin", {"ready": True, "clients": 1, "turns": 0, "window": 5}),
+            ("come_back", {"which": 0, "how": "vanish", "share": 1.0, "lacks": 0, "rounds": 0}),
+            ("advance", {"seconds": 11.0}),
+            ("come_back", {"which": 0, "how": "take over", "share": 1.0, "lacks": 0, "rounds": 0}),
+        ],
+    ),
     "an aborted server cuts its connections, whose responses release their images before they are over": (
         "RealtimeMachine",
         [

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.realtime.connection import GOING_AWAY, TAKEN_OVER, TRY_AGAIN_LATER
+from trioengine.serve.connection import LINGER_TIMEOUT
+from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, GOING_AWAY, TAKEN_OVER, TRY_AGAIN_LATER
 from trioengine.serve.realtime.endpoint import NOT_RESUMED
 from trioengine.testing.fuzz.conversations import Content
 from trioengine.testing.fuzz.realtime_response import Asked, Owed
@@ -193,14 +194,15 @@ class RealtimeClient(SimulatedClient):
         if self.is_served:
             self.conversation.check_at_rest()
             self._session.check_whole()
-        now, most = self._session.now(), 2 * self._config.client_ping_interval + self._config.handshake_timeout
+        closing = max(self._config.handshake_timeout, CLOSE_TIMEOUT) + LINGER_TIMEOUT
+        now, most = self._session.now(), 2 * self._config.client_ping_interval + closing
         if self.peer_state not in (PeerState.STALLED, PeerState.VANISHED) or self.stream.closed:
             self._deaf_since = None
         elif self._deaf_since is None:
             self._deaf_since = now
         else:
             waits = now - self._deaf_since
-            assert waits < most, f"a client has answered no ping for {waits:g} s, and is connected"
+            assert waits <= most, f"a client has answered no ping for {waits:g} s, and is connected"
 
     def check_bytes(self, counted: int) -> None:
         """At rest, between responses, the server counts its conversation with instructions and tools alone."""
