@@ -47,6 +47,16 @@ FALSE_ALARMS = {
             ("tick", {"passes": 2, "order": 3}),
         ],
     ),
+    "a client is lost while the server sends it many events again, which are then unsent": (
+        "RealtimeMachine",
+        [
+            ("begin", {"ready": True, "clients": 1, "turns": 1, "window": 5}),
+            ("come_back", {"which": 0, "how": "take over", "share": 0.0, "lacks": 99, "rounds": 6}),
+            ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 6}),
+            ("come_back", {"which": 0, "how": "reset", "share": 0.6, "lacks": 0, "rounds": 6}),
+        ],
+        2,
+    ),
     "a connection whose client has vanished is taken over just before its ping is lost, and closes after that": (
         "RealtimeMachine",
         [

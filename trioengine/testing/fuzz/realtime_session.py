@@ -61,6 +61,7 @@ class Session:
         self._attached, self._attached_at = Life(faults), clock()  # its client was there, or had not come
         self._away_since: float | None = None
         self._is_cut = False  # something that ends a session without a client has happened
+        self._asked_from = 0  # the latest connection has asked for the events after this one
 
     # ---- connections ------------------------------------------------------------------------------------------------
 
@@ -71,8 +72,9 @@ class Session:
         return f"{_PATH}?resume={self.window:g}" if self.window else _PATH
 
     def last_without(self, count: int) -> int:
-        """The number of the last event that came; or an earlier one, as if so many had not come."""
-        return max(0, len(self._events) - 1 - count)
+        """The number of the last event that came; or an earlier one, as if so many had not come: it is asked for."""
+        self._asked_from = max(0, len(self._events) - 1 - count)
+        return self._asked_from
 
     def next_number(self) -> int:
         return next(self._numbers)
@@ -155,7 +157,7 @@ class Session:
     def _may_have_ended(self) -> bool:
         is_late = self.now() - self._attached_at >= self.window
         is_harmed = self._faults.hit(self._attached, *_ENDS)
-        is_overfull = not self.is_over and self._unread(len(self._events) - 1) > self._kept
+        is_overfull = not self.is_over and self._unread(self._asked_from) > self._kept
         return self.is_over or self._may_be_over or is_late or is_harmed or is_overfull
 
     # ---- at rest ----------------------------------------------------------------------------------------------------
