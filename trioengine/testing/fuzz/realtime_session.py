@@ -61,7 +61,7 @@ class Session:
         self._attached, self._attached_at = Life(faults), clock()  # its client was there, or had not come
         self._away_since: float | None = None
         self._is_cut = False  # something that ends a session without a client has happened
-        self._asked_from = 0  # the latest connection has asked for the events after this one
+        self._asked_from = 0  # the first event that the server may still have to send again, less one
 
     # ---- connections ------------------------------------------------------------------------------------------------
 
@@ -73,8 +73,9 @@ class Session:
 
     def last_without(self, count: int) -> int:
         """The number of the last event that came; or an earlier one, as if so many had not come: it is asked for."""
-        self._asked_from = max(0, len(self._events) - 1 - count)
-        return self._asked_from
+        last = max(0, len(self._events) - 1 - count)
+        self._asked_from = min(self._asked_from, last)
+        return last
 
     def next_number(self) -> int:
         return next(self._numbers)
@@ -165,6 +166,7 @@ class Session:
     def check_whole(self) -> None:
         """The client is there, and has all events."""
         self._attached, self._attached_at = Life(self._faults), self.now()
+        self._asked_from = len(self._events)
         if self.token:
             prefix = self._events[0]["event_id"].rpartition("_")[0]
             put, come = len(self._sizes(prefix)), len(self._events)
