@@ -76,7 +76,7 @@ def serving(tree: str, port: int, model: tuple[str, ...]) -> Iterator[tuple[int,
                 sys.exit(f"the server of {tree} ended with exit code {server.returncode}")
             if worker is None and (worker := worker_of(server.pid)) is not None:
                 spawned = time.monotonic() - began
-            time.sleep(POLL)
+            time.sleep(POLL)  # a server reports only to those that ask
         took = time.monotonic() - began
         yield server.pid, Start(spawned, took, cpu_seconds(server.pid), cpu_seconds(worker))
     finally:

@@ -7,6 +7,16 @@ from trioengine.testing.fuzz.machines import machine_of
 from trioengine.testing.fuzz.program import Program, replay
 from trioengine.testing.fuzz.runner import silence
 
+GRAMMAR = {
+    "which": 0,
+    "grammar": "choice",
+    "streams": False,
+    "stop": None,
+    "min_tokens": 0,
+    "max_tokens": 40,
+    "choices": 2,
+    "rounds": 9,
+}
 FALSE_ALARMS = {
     "a worker in a slow step is terminated, as it does not exit in half of the time for a shutdown": (
         "PowerMachine",
@@ -188,6 +198,44 @@ FALSE_ALARMS = {
             ("settle", {}),
         ],
         2,
+    ),
+    "a further choice waits for the first token of one that waits for a wake": (
+        "HttpMachine",
+        [
+            ("begin", {"ready": True, "clients": 1}),
+            ("ask_by_grammar", GRAMMAR),
+            ("connect", {"key": 0}),
+            ("switch", {"which": 0, "how": "/sleep?mode=keep", "rounds": 0}),
+            ("settle", {}),
+        ],
+    ),
+    "an abort by a label finds no request in line whose session has just ended": (
+        "PowerMachine",
+        [
+            ("begin", {"ready": True, "sessions": 2, "turns": 0, "asks": 0, "thread_passes": 1}),
+            ("reorder", {"seed": 1}),
+            ("update", {"path": "new", "mode": "abort"}),
+            ("ask_for_death", {"which": 0, "others": 1, "num_tokens": 0, "rounds": 0, "change": "sleep"}),
+            ("open_by_default", {"timeout": None}),
+            (
+                "ask_by_grammar",
+                {
+                    "which": 0,
+                    "grammar": "choice",
+                    "style": "all",
+                    "stop": "",
+                    "min_tokens": 0,
+                    "max_tokens": 40,
+                    "ignore_eos": False,
+                    "keep_partial": False,
+                    "media": "",
+                    "rounds": 0,
+                },
+            ),
+            ("leave", {"which": 2, "what": "end"}),
+            ("stop_reading", {"which": 2, "what": "abort by label"}),
+        ],
+        3,
     ),
     "a server that is aborted cuts connections that a hanging worker keeps busy": (
         "ClientMachine",

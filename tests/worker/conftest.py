@@ -5,6 +5,7 @@ from pathlib import Path
 import helpers.tiny_llama
 import helpers.tiny_smolvlm
 import pytest
+import torch
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -27,3 +28,12 @@ def prompt(tiny_llama):
 @pytest.fixture
 def path(tiny_llama, tmp_path):
     return tiny_llama.write(tmp_path / "plain", "plain")
+
+
+@pytest.fixture
+def one_thread():
+    """Beside other processes, threads that wait for each other take long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -22,15 +22,6 @@ def compiler():
     needs_compiler()
 
 
-@pytest.fixture
-def one_thread():
-    """Beside other processes, threads that wait for each other take long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @dataclass
 class Answer:
     """All that was computed for a request, in the order of its tokens."""

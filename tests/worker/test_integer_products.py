@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.torch_driver import load, needs_compiler
-from test_batch_invariance import check, check_preemption, one_thread  # noqa: F401
+from test_batch_invariance import check, check_preemption
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError

@@ -31,6 +31,7 @@ from trioengine.actors.session_actor import SessionActor as SessionActor
 from trioengine.actors.waiting_line import WaitingLine
 from trioengine.actors.waiting_line import waits_for as waits_for
 from trioengine.core.connection import Connection
+from trioengine.core.ledger import RequestState
 from trioengine.core.lifecycle import Phase, Power, PowerStage
 from trioengine.core.messages import AddMessage
 from trioengine.testing.simulated_worker import SimulatedWorker
@@ -86,6 +87,15 @@ def num_preparing(engine: Engine) -> int:
 def num_suspended(engine: Engine) -> int:
     """Suspended requests, by the ledger."""
     return engine.runtime.gate.ledger.suspended
+
+
+def num_waiting_for_wake(engine: Engine) -> int:
+    """Suspended requests of an engine that sleeps, and further choices, which wait for the first token of one."""
+    if not engine.power.asleep:
+        return 0
+    suspended = [request for _, request in requests(engine) if request.state is RequestState.SUSPENDED]
+    waits = (request.state is RequestState.PREPARING and request.leader in suspended for _, request in requests(engine))
+    return num_suspended(engine) + sum(waits)
 
 
 def num_waiting(engine: Engine) -> int:

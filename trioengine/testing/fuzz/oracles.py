@@ -331,9 +331,9 @@ def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Ses
     free, total = statistics.kv_blocks_free + statistics.kv_blocks_cached, worker.core.limits.kv_blocks_total
     assert free == total, f"{total - free} KV blocks have no holder"
     in_flight = inside.num_in_flight(engine)
-    suspended = inside.num_suspended(engine) if engine.power.asleep else 0
-    waits = f", but for {suspended} that wait for a wake" if suspended else ""
-    assert in_flight == suspended, f"{in_flight} requests are in flight, the worker has none{waits}"
+    waiting = inside.num_waiting_for_wake(engine)
+    waits = f", but for {waiting} that wait for a wake" if waiting else ""
+    assert in_flight == waiting, f"{in_flight} requests are in flight, the worker has none{waits}"
 
 
 def num_prompt_tokens(reader: Reader) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -311,14 +311,15 @@ class SessionsMachine(CallsMachine):
 
     def _stop(self, reader: Reader, what: str) -> None:
         generation = reader.generation
-        has_id = generation is not None and inside.has_id(generation)
         if what == "cancel":
             self._note_moment(reader, what)
             reader.scope.cancel()
         elif what == "go on":
             reader.go_on.set()
-        elif generation is None or (reader.over and not reader.entered) or (what != "abort" and not has_id):
-            pass  # there is nothing yet, or it was refused, or has no id
+        elif generation is None or (reader.over and not reader.entered):
+            pass  # there is nothing yet, or it was refused
+        elif what in ("abort by id", "fail") and not inside.has_id(generation):
+            pass
         elif what != "fail":
             self._note_moment(reader, "abort")
             self._abort(reader, generation, what)
@@ -328,24 +329,28 @@ class SessionsMachine(CallsMachine):
             self.faults.requests.add(generation.request_id)
 
     def _abort(self, reader: Reader, generation: Generation, what: str) -> None:
-        by_label = what == "abort by label"
-        to_end = [each for each in self._named(reader) if by_label or each is reader]
-        for each in (reader, *to_end):
-            each.aborted = True
-        self.requests.fix_cause(filter(None, [each.generation for each in to_end]), Cause.CLIENT)
-        name = reader.label if by_label else generation.request_id if what == "abort by id" else None
-        abort = generation.abort if name is None else functools.partial(self.engine.abort, name)
+        """Abort the request by its handle or its id, or all that share its label."""
+        named = self._labeled(reader.label) if what == "abort by label" else [reader]
+        if what == "abort":
+            abort: Callable[[], int] = generation.abort
+            going = [inside.record(generation)] if inside.is_undecided(generation) else []
+        else:
+            name = reader.label if what == "abort by label" else generation.request_id
+            abort, going = functools.partial(self.engine.abort, name), inside.called(self.engine, name)
+        for each in named:
+            each.aborted |= each.generation is not None and inside.record(each.generation) in going
+        self.requests.fix_cause(going, Cause.CLIENT)
         ended = abort()
-        assert ended == len(to_end), f"abort() returned {ended} for {generation}, and {len(to_end)} were going"
+        assert ended == len(going), f"abort() returned {ended} for {generation}, and {len(going)} were going"
         again = abort()
         assert not again, f"a second abort() returned {again} for {generation}"
-        for each in (reader, *to_end):
+        for each in named:
             check_aborted(each)
 
-    def _named(self, reader: Reader) -> list[Reader]:
-        """Those with its label that an abort would end."""
-        there = [each for each in self.readers if each.label == reader.label and (each.entered or not each.over)]
-        return [each for each in there if each.generation is not None and inside.is_undecided(each.generation)]
+    def _labeled(self, label: str) -> list[Reader]:
+        """The readers of the requests that were started with this label."""
+        there = [each for each in self.readers if each.label == label and (each.entered or not each.over)]
+        return [each for each in there if each.generation is not None]
 
     def _note_moment(self, reader: Reader, what: str) -> None:
         session, generation, worker = reader.holder.session, reader.generation, self.worker
