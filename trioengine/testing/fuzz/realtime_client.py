@@ -22,7 +22,7 @@ class RealtimeClient(SimulatedClient):
 
     def __init__(self, session: Session, config: ServeConfig, last: int = -1) -> None:
         """`last` is the number of the last event that the client has, or pretends to have."""
-        super().__init__(session.target(last), self._told)
+        super().__init__(session.target(last), self._take)
         self.conversation = session.conversation
         self.num_events = last + 1
         self._session = session
@@ -183,7 +183,7 @@ class RealtimeClient(SimulatedClient):
         super()._leave()
         self._session.step_back(self)
 
-    def _told(self, event: dict[str, Any]) -> None:
+    def _take(self, event: dict[str, Any]) -> None:
         self.num_events += 1
         self._session.take(event, self.num_events - 1, self._began)
 

@@ -28,9 +28,9 @@ class Carrier(Protocol):
 
 
 class Session:
-    """Without a `window`, in seconds, it ends with its only connection. Raises AssertionError for what is wrong.
+    """Follows a session over its connections. Raises AssertionError for an event or an end that is wrong.
 
-    The token of a `stranger` is that of no session.
+    With a `window`, in seconds, it outlives a lost connection for that long; without one, it ends with its connection.
     """
 
     def __init__(
@@ -44,7 +44,11 @@ class Session:
         sizes: Callable[[str], Sequence[int]] = lambda prefix: (),
         is_strange: bool = False,
     ) -> None:
-        """The server keeps so many characters of its events; `sizes` has those of each, by the prefix of its id."""
+        """`kept` is how many characters of events the server keeps for a client that was lost.
+
+        `sizes` returns the characters of each event, by the prefix of their ids. A strange session has a token that
+        the server never made.
+        """
         self.conversation = conversation
         self.window = window
         self.now = clock
@@ -66,7 +70,7 @@ class Session:
     # ---- connections ------------------------------------------------------------------------------------------------
 
     def target(self, last: int) -> str:
-        """What a connection asks for: a new session, or this one from the event after `last` on."""
+        """The target of a handshake: for a new session, or for this one from the event after `last` on."""
         if self.token:
             return f"{_PATH}?session={self.token}&last_seq={last}"
         return f"{_PATH}?resume={self.window:g}" if self.window else _PATH
@@ -181,7 +185,7 @@ class Session:
 
 
 class Cuts(Observer):
-    """Ends the sessions whose clients are away when the engine falls asleep, or does what else has this effect."""
+    """Ends the sessions whose clients are away when the engine falls asleep, is updated, ends, or aborts all."""
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self._sessions = sessions

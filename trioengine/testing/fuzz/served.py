@@ -50,7 +50,7 @@ class ServerWatch(inside_server.ServerEvents):
         admissions: AdmissionLog,
     ) -> None:
         self.connections: list[RealtimeConnection] = []  # that are not over
-        self.events: defaultdict[str, list[int]] = defaultdict(list)  # characters of each, by what their ids begin with
+        self.events: defaultdict[str, list[int]] = defaultdict(list)  # characters of each, by the prefixes of their ids
         self.num_aborted: Counter[int] = Counter()  # answers to operators, by how many requests they have aborted
         self._crashes = crashes
         self._saw = saw
