@@ -112,7 +112,7 @@ RESUME_MUTANTS = (
         "F87b",
         "a session whose window has passed goes on",
         replaced(Window, "passed", _wait_forever),
-        shows="sessions go on|resumes a session that is over|outlive their windows",
+        shows="sessions go on|resumes a session that is over|outlive their windows|kept for a slow client",
         machine="RealtimeMachine",
     ),
     Mutant(

@@ -61,9 +61,9 @@ FALSE_ALARMS = {
         "RealtimeMachine",
         [
             ("begin", {"ready": True, "clients": 1, "turns": 1, "window": 5}),
-            ("come_back", {"which": 0, "how": "take over", "share": 0.0, "lacks": 99, "rounds": 6}),
+            ("come_back", {"which": 0, "how": "take over", "again": False, "share": 0.0, "lacks": 99, "rounds": 6}),
             ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 6}),
-            ("come_back", {"which": 0, "how": "reset", "share": 0.6, "lacks": 0, "rounds": 6}),
+            ("come_back", {"which": 0, "how": "reset", "again": False, "share": 0.6, "lacks": 0, "rounds": 6}),
         ],
         2,
     ),
@@ -71,10 +71,23 @@ FALSE_ALARMS = {
         "RealtimeMachine",
         [
             ("begin", {"ready": True, "clients": 1, "turns": 0, "window": 5}),
-            ("come_back", {"which": 0, "how": "vanish", "share": 1.0, "lacks": 0, "rounds": 0}),
+            ("come_back", {"which": 0, "how": "vanish", "again": False, "share": 1.0, "lacks": 0, "rounds": 0}),
             ("advance", {"seconds": 11.0}),
-            ("come_back", {"which": 0, "how": "take over", "share": 1.0, "lacks": 0, "rounds": 0}),
+            ("come_back", {"which": 0, "how": "take over", "again": False, "share": 1.0, "lacks": 0, "rounds": 0}),
         ],
+    ),
+    "the clock jumps over the end of a goodbye, and again before the connection has begun to linger": (
+        "RealtimeMachine",
+        [
+            ("begin", {"ready": True, "clients": 1, "turns": 0, "window": 5}),
+            ("come_back", {"which": 0, "how": "vanish", "again": False, "share": 0.6, "lacks": 0, "rounds": 0}),
+            ("settle", {}),
+            ("advance", {"seconds": 11.0}),
+            ("tick", {"passes": 1, "order": 0}),
+            ("advance", {"seconds": 11.0}),
+            ("settle", {}),
+        ],
+        1,
     ),
     "an aborted server cuts its connections, whose responses release their images before they are over": (
         "RealtimeMachine",

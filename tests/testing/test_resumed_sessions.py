@@ -8,8 +8,8 @@ from trioengine.testing.fuzz.program import Program
 from trioengine.testing.fuzz.runner import replayed, silence
 
 
-def come_back(how="reset", share=0.0, lacks=0, rounds=9):
-    return "come_back", {"which": 0, "how": how, "share": share, "lacks": lacks, "rounds": rounds}
+def come_back(how="reset", again=False, share=0.0, lacks=0, rounds=9):
+    return "come_back", {"which": 0, "how": how, "again": again, "share": share, "lacks": lacks, "rounds": rounds}
 
 
 def send(what):
@@ -24,7 +24,7 @@ WAIT = ("advance", {"seconds": 11.0})
 LOSE = ("go", {"which": 0, "how": "reset"})
 PROGRAMS = {
     "in the middle of an answer": [BEGIN, ASK, FLOW, come_back(), SETTLE, come_back(lacks=4), SETTLE],
-    "in time, twice": [BEGIN, ASK, FLOW, come_back(share=0.6), SETTLE, come_back(share=0.6), SETTLE],
+    "in time, twice": [BEGIN, ASK, FLOW, come_back(again=True, share=0.6), SETTLE],
     "beside the connection before": [BEGIN, ASK, FLOW, come_back("take over", rounds=0), FLOW, SETTLE],
     "two at once": [
         *(BEGIN, ASK, ("flow", {"rounds": 4})),

@@ -288,7 +288,7 @@ class SimulatedClient(SimulatedPeer):
         else:
             self.hang_up()
 
-    def on_goodbye(self, code: int) -> None:
+    def on_goodbye(self, code: int, reason: str) -> None:
         """The server closes the connection."""
 
     def on_accepted(self) -> None:
@@ -311,7 +311,7 @@ class SimulatedClient(SimulatedPeer):
                 case Ping() if self._protocol.state is ConnectionState.OPEN:
                     self.to_server.put(self._protocol.send(event.response()))
                 case CloseConnection() if self._protocol.state is ConnectionState.REMOTE_CLOSING:
-                    self.on_goodbye(event.code)
+                    self.on_goodbye(event.code, event.reason or "")
                     self.to_server.put(self._protocol.send(event.response()))
                 case Ping() | CloseConnection() | Pong():
                     pass

@@ -166,18 +166,24 @@ class RealtimeClient(SimulatedClient):
         self._session.refused(status, json.loads(body), self._last)
         self._session.step_back(self)
 
-    def on_goodbye(self, code: int) -> None:
-        if code in (TAKEN_OVER, NOT_RESUMED):
-            self._session.check_displaced(is_refused=code == NOT_RESUMED, last=self._last)
+    def on_goodbye(self, code: int, reason: str) -> None:
+        if code == NOT_RESUMED:
+            self._session.not_resumed(reason, self._last)
             self._session.step_back(self)
-            return
+        elif code == TAKEN_OVER:
+            self._session.check_taken_over()
+            self._session.step_back(self)
+        else:
+            self._check_goodbye(code)
+            self._session.may_end()
+
+    def _check_goodbye(self, code: int) -> None:
         is_dropped, responses = self.conversation.is_dropped, self.conversation.responses
         assert code != TRY_AGAIN_LATER or is_dropped, "no message was dropped"
         assert code != GOING_AWAY or not responses, f"a goodbye in the middle of {set(responses)}"
         assert code != GOING_AWAY or self._session.is_closing, "the server goes away, and was not drained"
         expected = (TRY_AGAIN_LATER, GOING_AWAY) if self._session.window else (1000, TRY_AGAIN_LATER, GOING_AWAY)
         assert code in expected or self._is_spoilt, f"a goodbye with the code {code}"
-        self._session.may_end()
 
     def _leave(self) -> None:
         super()._leave()
@@ -190,12 +196,15 @@ class RealtimeClient(SimulatedClient):
     # ---- at rest ----------------------------------------------------------------------------------------------------
 
     def check_at_rest(self) -> None:
-        """All is answered, and all events have come. A deaf client is disconnected in time."""
+        """All is answered, and all events have come."""
         if self.is_served:
             self.conversation.check_at_rest()
             self._session.check_whole()
+
+    def check_deaf(self, now: float) -> None:
+        """At rest: a deaf client is disconnected in time. `now` leaves out the time by which tasks were late."""
         closing = max(self._config.handshake_timeout, CLOSE_TIMEOUT) + LINGER_TIMEOUT
-        now, most = self._session.now(), 2 * self._config.client_ping_interval + closing
+        most = 2 * self._config.client_ping_interval + closing
         if self.peer_state not in (PeerState.STALLED, PeerState.VANISHED) or self.stream.closed:
             self._deaf_since = None
         elif self._deaf_since is None:

@@ -55,6 +55,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     def __init__(self) -> None:
         super().__init__()
         self._sessions: list[Session] = []  # of clients
+        self._delays = 0.0  # seconds by which the clock has jumped over the beginnings of tasks
         self.engine.observers.append(Cuts(self._sessions))
 
     @recorded(
@@ -90,27 +91,34 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     @recorded(
         which=WHICH,
         how=st.sampled_from(RETURNS),
-        share=st.sampled_from((0.0, 0.0, 0.6, 0.9, 1.0)),
+        again=st.sampled_from((False, False, True)),
+        share=st.sampled_from((0.0, 0.0, 0.6, 0.6, 0.9, 1.0)),
         lacks=st.sampled_from((0, 0, 0, 1, 4, 99)),
         rounds=st.sampled_from((0, 6, 9, 20)),
     )
-    def come_back(self, which: int, how: str, share: float, lacks: int, rounds: int) -> None:
+    def come_back(self, which: int, how: str, again: bool, share: float, lacks: int, rounds: int) -> None:
         """A client loses its connection, or not, waits for this share of the window, and resumes its session.
 
-        It may pretend to lack the last events that it has got. A stranger has a token of no session.
+        Once all has come to rest it may do so again. It may pretend to lack the last events that it has got. A stranger
+        has a token of no session.
         """
-        session = pick(self._resumable, which)
-        if how == "strange":
-            session = self._new_session(is_strange=True)
-        elif how != "take over":
+        session = self._new_session(is_strange=True) if how == "strange" else pick(self._resumable, which)
+        self._return_to(session, how, share, lacks)
+        if again:
+            self._settle()
+            self._check()
+            self._return_to(session, how, share, lacks)
+        if rounds:
+            self._flow(rounds)
+
+    def _return_to(self, session: Session, how: str, share: float, lacks: int) -> None:
+        if how not in ("strange", "take over"):
             self._lose(session, how)
         if share:
             self._let_pass(share * self._window)
         if self.may_connect:
-            self.coverage.saw("a client resumes a session that is over" if session.is_over else f"{how}, and come back")
+            self._note_return(session, how)
             self._join(RealtimeClient(session, self.server.config, session.last_without(lacks)))
-        if rounds:
-            self._flow(rounds)
 
     @precondition(lambda self: self.has_speakers)
     @recorded(
@@ -277,13 +285,15 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
             self._window,
             kept=KEPT,
             sizes=self.watch.events.__getitem__,
+            saw=self.coverage.saw,
             is_strange=is_strange,
         )
 
     @property
     def _resumable(self) -> list[Session]:
-        """The sessions with a token, first those that may go on."""
-        return sorted((each for each in self._sessions if each.token), key=lambda session: session.is_over)
+        """Sessions with a token: first those that may go on, then those that are over, until one is refused."""
+        known = (each for each in self._sessions if each.token and not each.has_refused)
+        return sorted(known, key=lambda session: session.is_over)
 
     def _lose(self, session: Session, how: str) -> None:
         """The connection on which a client sends is lost in this way."""
@@ -302,6 +312,10 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
             self.loop.clock.jump(max(step, 0.0))
             self._settle()
         self._check()
+
+    def _jump(self, seconds: float) -> None:
+        self._delays += max(0.0, seconds - self.loop.seconds_of_rest())
+        super()._jump(seconds)
 
     def _make_room(self) -> None:
         most = self.max_buffered_bytes_with_pictures if self.shows else self.max_buffered_bytes
@@ -346,6 +360,8 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     def _check(self) -> None:
         super()._check()
         self._check_sessions()
+        for client in self.clients:
+            client.check_deaf(self.seconds - self._delays)
         if self.is_closing:
             for client in self.clients:
                 client.check_closed()
@@ -378,6 +394,14 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
             conversation.weight_version = version
         of_weights = conversation.weight_version
         assert of_weights == version, f"{client} hears of the weights {of_weights}, the engine has {version}"
+
+    def _note_return(self, session: Session, how: str) -> None:
+        if session.is_over:
+            self.coverage.saw("a client resumes a session that is over")
+            return
+        self.coverage.saw(f"{how}, and come back")
+        if session.conversation.responses:
+            self.coverage.saw("come back while a response is active")
 
     def _note_moment(self, client: RealtimeClient) -> None:
         if client.conversation.response is not None:

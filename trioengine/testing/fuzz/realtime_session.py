@@ -41,23 +41,26 @@ class Session:
         window: float = 0.0,
         *,
         kept: int = 0,
-        sizes: Callable[[str], Sequence[int]] = lambda prefix: (),
+        sizes: Callable[[str], Sequence[int]],
+        saw: Callable[[str], None],
         is_strange: bool = False,
     ) -> None:
         """`kept` is how many characters of events the server keeps for a client that was lost.
 
-        `sizes` returns the characters of each event, by the prefix of their ids. A strange session has a token that
-        the server never made.
+        `sizes` returns the characters of each event, by the prefix of their ids; `saw` counts a rare state. A strange
+        session has a token that the server never made.
         """
         self.conversation = conversation
         self.window = window
         self.now = clock
         self.token = "0" * 48 if is_strange else ""  # until the server has sent it
         self.is_over = is_strange  # for sure
+        self.has_refused = False  # a client, as it is over
         self.speaker: Carrier | None = None  # on which its client sends
         self._faults = faults
         self._kept = kept
         self._sizes = sizes
+        self._saw = saw
         self._clients: list[Carrier] = []
         self._numbers = itertools.count(1)
         self._events: list[dict[str, Any]] = []
@@ -106,6 +109,7 @@ class Session:
         check_event(event, number, "toy", window=self.window)
         if number < len(self._events):
             assert event == self._events[number], f"{self._events[number]} comes again as {event}"
+            self._saw("an event is sent again")
         else:
             if number == 0 and self.window:
                 self.token = event["resume"]["token"]
@@ -139,25 +143,25 @@ class Session:
         """Check the answer to a handshake that is refused; another one may be refused for want of a connection."""
         code = answer["error"]["code"]
         if code in ("session_not_found", "events_dropped"):
-            self._check_refused(code, last)
+            self.not_resumed(code, last)
         else:
             assert status >= 408, f"a handshake is refused: {answer}"
 
-    def check_displaced(self, *, is_refused: bool, last: int) -> None:
-        """Check a close of the server's: another connection has the session, or this one could not resume it."""
-        if is_refused:
-            assert self._may_have_ended() or self._unread(last) > self._kept, "a session is not resumed, and goes on"
-        else:
-            assert len(self._clients) > 1, "another connection has the session, and there is none"
-
-    def _check_refused(self, code: str, last: int) -> None:
+    def not_resumed(self, code: str, last: int) -> None:
+        """Check the reason why a connection could not resume it from the event after `last` on."""
+        self._saw(f"a client is refused: {code}")
         if code == "events_dropped":
             unread = self._unread(last)
             assert unread > self._kept, f"{unread} characters of events come after {last}, and some were dropped"
-        else:
-            assert self._may_have_ended(), (
-                f"its client was there {self.now() - self._attached_at:g} s ago, and it is over"
-            )
+            return
+        assert code == "session_not_found", f"a session is not resumed: {code}"
+        self.has_refused = True
+        age = self.now() - self._attached_at
+        assert self._may_have_ended(), f"its client was there {age:g} s ago, and it is over"
+
+    def check_taken_over(self) -> None:
+        """Check a close of the server's, because another connection has the session."""
+        assert len(self._clients) > 1, "another connection has the session, and there is none"
 
     def _may_have_ended(self) -> bool:
         is_late = self.now() - self._attached_at >= self.window
@@ -180,8 +184,11 @@ class Session:
         """Note whether its client is away, and whether it must be over."""
         if self._away_since is None and all(client.stream.closed for client in self._clients):
             self._away_since = self.now()
-        if self._away_since is not None:
-            self.is_over |= self._is_cut or self.now() >= self._away_since + self.window
+        if self._away_since is None or self.is_over:
+            return
+        self.is_over = self._is_cut or self.now() >= self._away_since + self.window
+        if self.is_over and self.window:
+            self._saw("a session is cut, as its client is away" if self._is_cut else "a window passes")
 
 
 class Cuts(Observer):
