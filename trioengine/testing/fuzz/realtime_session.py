@@ -55,7 +55,7 @@ class Session:
         self.now = clock
         self.token = "0" * 48 if is_strange else ""  # until the server has sent it
         self.is_over = is_strange  # for sure
-        self.has_refused = False  # a client, as it is over
+        self.has_refused = False  # it has refused a client, as it was over
         self.speaker: Carrier | None = None  # on which its client sends
         self._faults = faults
         self._kept = kept
@@ -65,10 +65,10 @@ class Session:
         self._numbers = itertools.count(1)
         self._events: list[dict[str, Any]] = []
         self._may_be_over = False
-        self._attached, self._attached_at = Life(faults), clock()  # its client was there, or had not come
-        self._away_since: float | None = None
-        self._is_cut = False  # something that ends a session without a client has happened
-        self._asked_from = 0  # the first event that the server may still have to send again, less one
+        self._attached, self._attached_at = Life(faults), clock()  # the last time at which its client was surely there
+        self._away_since: float | None = None  # the rest at which its client was found to be away
+        self._is_cut = False  # while its client was away something has happened that ends it
+        self._asked_from = 0  # the lowest `last` of a connection that may not have all events yet
 
     # ---- connections ------------------------------------------------------------------------------------------------
 
@@ -126,18 +126,22 @@ class Session:
         return self._faults.closing
 
     def may_end(self) -> None:
-        """Something has happened that may end it."""
+        """Note an event that may end it."""
         self._may_be_over = True
 
     def cut(self) -> None:
-        """Something has happened that ends it if its client is away."""
+        """Note an event that ends it if its client is away."""
         if self._away_since is not None:
             self._is_cut = self._may_be_over = True
 
     def _unread(self, last: int) -> int:
         """Characters of the events after this one, read by the client or not."""
-        prefix = self._events[0]["event_id"].rpartition("_")[0]
-        return sum(self._sizes(prefix)[last + 1 :])
+        return sum(self._sizes_of_events()[last + 1 :])
+
+    def _sizes_of_events(self) -> Sequence[int]:
+        """Characters of each event that the server has put; the session must have begun."""
+        prefix, _, _ = self._events[0]["event_id"].rpartition("_")
+        return self._sizes(prefix)
 
     def refused(self, status: int, answer: dict[str, Any], last: int) -> None:
         """Check the answer to a handshake that is refused; another one may be refused for want of a connection."""
@@ -176,8 +180,7 @@ class Session:
         self._attached, self._attached_at = Life(self._faults), self.now()
         self._asked_from = len(self._events)
         if self.token:
-            prefix = self._events[0]["event_id"].rpartition("_")[0]
-            put, come = len(self._sizes(prefix)), len(self._events)
+            put, come = len(self._sizes_of_events()), len(self._events)
             assert put == come, f"there are {put} events, and {come} have come"
 
     def rest(self) -> None:
