@@ -91,7 +91,7 @@ RESUME_MUTANTS = (
         "F86b",
         "the event that was being sent when the connection was lost is lost",
         replaced(Outbox, "detach", _lose_what_was_being_sent),
-        shows=r"event \d+ is|some were dropped|have come",
+        shows=r"event \d+ is|some were dropped|have come|pop from an empty deque",
         machine="RealtimeMachine",
     ),
     Mutant(
