@@ -17,6 +17,7 @@ from link_mutants import LINK_MUTANTS
 from mutant import Mutant as Mutant
 from power_mutants import POWER_MUTANTS
 from replay_mutants import REPLAY_MUTANTS
+from resume_mutants import RESUME_MUTANTS
 from server_mutants import SERVER_MUTANTS
 from session_mutants import SESSION_MUTANTS
 from text_mutants import TEXT_MUTANTS
@@ -34,6 +35,7 @@ _AROUND_IT = (
     *IMAGE_MUTANTS,
     *WORKER_MUTANTS,
     *SERVER_MUTANTS,
+    *RESUME_MUTANTS,
     *TEXT_MUTANTS,
     *CLIENT_MUTANTS,
     *GRAMMAR_MUTANTS,

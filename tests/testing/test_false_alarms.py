@@ -57,10 +57,42 @@ FALSE_ALARMS = {
             ("tick", {"passes": 2, "order": 3}),
         ],
     ),
+    "a client is lost while the server sends it many events again, which are then unsent": (
+        "RealtimeMachine",
+        [
+            ("begin", {"ready": True, "clients": 1, "turns": 1, "window": 5}),
+            ("come_back", {"which": 0, "how": "take over", "again": False, "share": 0.0, "lacks": 99, "rounds": 6}),
+            ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 6}),
+            ("come_back", {"which": 0, "how": "reset", "again": False, "share": 0.6, "lacks": 0, "rounds": 6}),
+        ],
+        2,
+    ),
+    "a connection whose client has vanished is taken over just before its ping is lost, and closes after that": (
+        "RealtimeMachine",
+        [
+            ("begin", {"ready": True, "clients": 1, "turns": 0, "window": 5}),
+            ("come_back", {"which": 0, "how": "vanish", "again": False, "share": 1.0, "lacks": 0, "rounds": 0}),
+            ("advance", {"seconds": 11.0}),
+            ("come_back", {"which": 0, "how": "take over", "again": False, "share": 1.0, "lacks": 0, "rounds": 0}),
+        ],
+    ),
+    "the clock jumps over the end of a goodbye, and again before the connection has begun to linger": (
+        "RealtimeMachine",
+        [
+            ("begin", {"ready": True, "clients": 1, "turns": 0, "window": 5}),
+            ("come_back", {"which": 0, "how": "vanish", "again": False, "share": 0.6, "lacks": 0, "rounds": 0}),
+            ("settle", {}),
+            ("advance", {"seconds": 11.0}),
+            ("tick", {"passes": 1, "order": 0}),
+            ("advance", {"seconds": 11.0}),
+            ("settle", {}),
+        ],
+        1,
+    ),
     "an aborted server cuts its connections, whose responses release their images before they are over": (
         "RealtimeMachine",
         [
-            ("begin", {"ready": True, "clients": 1, "turns": 0}),
+            ("begin", {"ready": True, "clients": 1, "turns": 0, "window": 0}),
             ("choose", {"shows": True}),
             ("show", {"which": 0, "media": "one.file", "prompt": "", "how": "item", "rounds": 0}),
             ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 9}),
@@ -82,7 +114,7 @@ FALSE_ALARMS = {
     "an item in progress is retrieved with the text that was sent": (
         "RealtimeMachine",
         [
-            ("begin", {"ready": True, "clients": 1, "turns": 0}),
+            ("begin", {"ready": True, "clients": 1, "turns": 0, "window": 0}),
             ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 9}),
             ("flow", {"rounds": 3}),
             ("ask_beside", {"which": 0, "text": "", "rounds": 9}),
@@ -108,7 +140,7 @@ FALSE_ALARMS = {
     "no bytes arrive, and wake who waits for some": (
         "RealtimeMachine",
         [
-            ("begin", {"ready": True, "clients": 1, "turns": 0}),
+            ("begin", {"ready": True, "clients": 1, "turns": 0, "window": 0}),
             ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 0}),
             ("carry", {"which": 0, "to_server": 0, "to_client": 0}),
             ("settle", {}),

@@ -92,7 +92,7 @@ FOUND_IN_THE_ENGINE = {
 }
 FOUND_IN_REALTIME = {
     "a client says goodbye, and reads no more: the answer to its goodbye waits for room, for ever": [
-        ("begin", {"ready": True, "clients": 1, "turns": 0}),
+        ("begin", {"ready": True, "clients": 1, "turns": 0, "window": 0}),
         ("go", {"which": 0, "how": "stall"}),
         *[("send", {"which": 0, "what": "say"})] * 2,
         ("settle", {}),
@@ -102,7 +102,7 @@ FOUND_IN_REALTIME = {
         ("go", {"which": 0, "how": "vanish"}),
     ],
     "the first text of a response does not wait for room": [
-        ("begin", {"ready": True, "clients": 1, "turns": 0}),
+        ("begin", {"ready": True, "clients": 1, "turns": 0, "window": 0}),
         ("send", {"which": 0, "what": "say"}),
         ("settle", {}),
         ("go", {"which": 0, "how": "stall"}),
@@ -111,7 +111,7 @@ FOUND_IN_REALTIME = {
         ("settle", {}),
     ],
     "a response begins in the moment of the goodbye, and its end is not sent": [
-        ("begin", {"ready": True, "clients": 1, "turns": 0}),
+        ("begin", {"ready": True, "clients": 1, "turns": 0, "window": 0}),
         ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 0}),
         *[("advance", {"seconds": 11.0})] * 2,
         ("ask_beside", {"which": 0, "text": "", "rounds": 9}),
@@ -120,7 +120,7 @@ FOUND_IN_REALTIME = {
         ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 9}),
     ],
     "a response begins in the moment of the goodbye, and never ends": [
-        ("begin", {"ready": True, "clients": 1, "turns": 0}),
+        ("begin", {"ready": True, "clients": 1, "turns": 0, "window": 0}),
         ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 9}),
         ("connect", {}),
         ("tick", {"passes": 1, "order": 0}),

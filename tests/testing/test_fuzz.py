@@ -96,6 +96,13 @@ REACHED = {
         "a response is asked for right after a cancel",
         "an answer is truncated",
         "an outbox is full",
+        *(f"{how}, and come back" for how in ("take over", "reset", "hang up", "vanish")),
+        *(f"a client is refused: {code}" for code in ("session_not_found", "events_dropped")),
+        "a client resumes a session that is over",
+        "a session is cut, as its client is away",
+        "a window passes",
+        "an event is sent again",
+        "come back while a response is active",
     },
     "HttpMachine": WHILE_A_RESPONSE_IS_ACTIVE
     | MORE_THAN_THERE_IS_ROOM_FOR

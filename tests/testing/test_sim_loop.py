@@ -140,10 +140,21 @@ def test_settling_stops_where_everything_waits(loop):
     assert loop.passes == 7  # the last one finds nothing to do
     loop.settle()
     assert loop.passes == 8
-    assert loop.seconds_to_next_deadline() == pytest.approx(10)
+    assert loop.seconds_to_next_deadline() == loop.seconds_of_rest() == pytest.approx(10)
     loop.clock.jump(10)
     loop.settle()
     assert done.is_set() and loop.idle and loop.seconds_to_next_deadline() == math.inf
+
+
+def test_there_is_rest_until_the_next_deadline_unless_a_task_can_run(loop):
+    loop.settle()
+    assert loop.seconds_of_rest() == math.inf
+    loop.start_soon(trio.sleep, 10, name="sleeper")
+    assert loop.seconds_of_rest() == 0
+    loop.settle()
+    assert loop.seconds_of_rest() == pytest.approx(10)
+    loop.clock.jump(11)
+    assert loop.seconds_of_rest() == 0
 
 
 def test_a_task_that_never_waits_is_a_livelock(loop):

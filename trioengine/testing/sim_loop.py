@@ -182,6 +182,11 @@ class SimLoop:
         """On the simulated clock; infinite without a deadline."""
         return trio.lowlevel.current_statistics().seconds_to_next_deadline
 
+    def seconds_of_rest(self) -> float:
+        """Until a task can run, if nothing but time passes: 0 if one can run now, infinite without a deadline."""
+        statistics = trio.lowlevel.current_statistics()
+        return 0.0 if statistics.tasks_runnable else max(0.0, statistics.seconds_to_next_deadline)
+
     def stacks(self, names: Iterable[str] | None = None) -> str:
         """Where the tasks with these names wait, in this order, or all tasks, and then those below them."""
         tasks = {task.name: task for task in _sorted(self.nursery.child_tasks)}

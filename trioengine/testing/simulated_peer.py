@@ -288,8 +288,14 @@ class SimulatedClient(SimulatedPeer):
         else:
             self.hang_up()
 
-    def on_goodbye(self, code: int) -> None:
+    def on_goodbye(self, code: int, reason: str) -> None:
         """The server closes the connection."""
+
+    def on_accepted(self) -> None:
+        """The server has accepted the handshake."""
+
+    def on_refusal(self, status: int, body: bytes) -> None:
+        """The server has refused the handshake."""
 
     def _arrive(self, data: bytes) -> None:
         if not self.accepted:
@@ -305,7 +311,7 @@ class SimulatedClient(SimulatedPeer):
                 case Ping() if self._protocol.state is ConnectionState.OPEN:
                     self.to_server.put(self._protocol.send(event.response()))
                 case CloseConnection() if self._protocol.state is ConnectionState.REMOTE_CLOSING:
-                    self.on_goodbye(event.code)
+                    self.on_goodbye(event.code, event.reason or "")
                     self.to_server.put(self._protocol.send(event.response()))
                 case Ping() | CloseConnection() | Pong():
                     pass
@@ -321,8 +327,16 @@ class SimulatedClient(SimulatedPeer):
         self.accepted = head.startswith(ACCEPTED)
         self._refused = not self.accepted
         if self._refused:
+            self._read_refusal(head, rest)
             return b""
         assert ACCEPTED_KEY in head, f"the server accepted another handshake: {head!r}"
+        self.on_accepted()
         for text in self._unsent:
             self.send(text)
         return rest
+
+    def _read_refusal(self, head: bytes, body: bytes) -> None:
+        lines = [line.partition(b":") for line in head.lower().split(b"\r\n")]
+        length = next(int(value) for name, _, value in lines if name == b"content-length")
+        if len(body) == length:
+            self.on_refusal(int(head.split()[1]), body)

@@ -19,7 +19,7 @@ from trioengine.core.types import Cause
 from trioengine.serve import ids
 from trioengine.serve.errors import OverBudget
 from trioengine.serve.limits import ByteBudget, ConnectionSlot, InFlight
-from trioengine.serve.realtime import outbox
+from trioengine.serve.realtime import connection, outbox
 from trioengine.serve.realtime.connection import RealtimeConnection as RealtimeConnection
 from trioengine.serve.realtime.events import Received
 from trioengine.serve.realtime.item import FunctionCallItem, FunctionCallOutputItem, Item, MessageItem
@@ -35,6 +35,11 @@ from trioengine.text.chat_tokenizer import image_parts
 BETWEEN = 3072  # characters of other events, at most, between a check for room and a text or a call
 
 # ---- the server -----------------------------------------------------------------------------------------------------
+
+
+def num_going(server: Server) -> int:
+    """The sessions with a window that are not over."""
+    return sum(not session.is_over for session in server.realtime.sessions._sessions.values())
 
 
 def set_max_buffered_bytes(server: Server, num_bytes: int) -> None:
@@ -77,8 +82,8 @@ def has_gone(connection: RealtimeConnection) -> bool:
 
 
 def num_held_bytes(connection: RealtimeConnection) -> int:
-    """Bytes that the server keeps for the client of a connection, beside unsent events."""
-    return connection._held.num_bytes - connection._outbox._size
+    """Bytes that the server keeps for the client of a connection, beside events."""
+    return connection._held.num_bytes - connection._outbox._size - connection._outbox._sent_size
 
 
 def outlines(connection: RealtimeConnection) -> list[tuple[str, str, int]]:
@@ -178,12 +183,15 @@ class ServerEvents:
         """An event is about to be put into an outbox with so many characters."""
 
     def delta_put(self, size: int) -> None:
-        """Text is about to be put into an outbox with so many characters."""
+        """Text is about to be put into an outbox with so many characters, without those kept for one that is away."""
+
+    def event_queued(self, prefix: str, size: int) -> None:
+        """An event of so many characters is queued, whose id begins so."""
 
 
 @contextmanager
-def tapped(events: ServerEvents, *, room: int, at_once: int) -> Iterator[None]:
-    """Within, report events of servers; outboxes have room for so many characters, and send so many at once."""
+def tapped(events: ServerEvents, *, room: int, at_once: int, kept: int) -> Iterator[None]:
+    """Within, report events of servers; outboxes have room for so many characters, send and keep so many at once."""
     taps: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
         (ConnectionSlot, "displace", inside.before(lambda _: events.connection_displaced())),
         (ByteBudget, "check_room", lambda check: _check_room(events, check)),
@@ -194,8 +202,10 @@ def tapped(events: ServerEvents, *, room: int, at_once: int) -> Iterator[None]:
         (RealtimeConnection, "_act", lambda act: _act(events, act)),
         (RealtimeConnection, "_give_up", inside.before(lambda *_: events.message_dropped())),
         (Outbox, "put", inside.before(lambda outbox, *_, **__: events.event_put(outbox._size))),
-        (Outbox, "put_delta", inside.before(lambda outbox, *_: events.delta_put(outbox._size))),
+        (Outbox, "put_delta", inside.before(lambda outbox, *_: events.delta_put(outbox._size - outbox._max_kept))),
+        (Outbox, "_put", inside.before(lambda outbox, text: events.event_queued(outbox._event_id, len(text)))),
         (outbox, "ROOM", lambda _: room),
+        (connection, "MAX_KEPT", lambda _: kept),
         (outbox, "AT_ONCE", lambda _: at_once),
         (ids, "random_hex", lambda _: map("{:024x}".format, itertools.count()).__next__),
         (ids, "_clock", lambda _: lambda: 0.0),

@@ -1,90 +1,61 @@
-"""A Realtime client that follows the conversation and judges every event."""
+"""A Realtime client: sends the events of its conversation, over a connection of its session."""
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable
 from typing import Any
 
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.limits import size_of_json
-from trioengine.serve.realtime.connection import GOING_AWAY, TRY_AGAIN_LATER
-from trioengine.serve.realtime.outbox import AWAKE
-from trioengine.serve.realtime.response import MAX_OUT_OF_BAND
-from trioengine.testing.fuzz.conversations import Content, Turn, is_refused, pictures_of, text_of
-from trioengine.testing.fuzz.faults import InjectedFaults, Life
-from trioengine.testing.fuzz.realtime_response import Asked, FollowedResponse, Owed
-from trioengine.testing.fuzz.realtime_shapes import (
-    ALWAYS_REFUSED,
-    PASSED_OVER,
-    check_event,
-    output_item,
-    role_of,
-    size_of_item,
-    text_in,
-    user_item,
-)
+from trioengine.serve.connection import LINGER_TIMEOUT
+from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, GOING_AWAY, TAKEN_OVER, TRY_AGAIN_LATER
+from trioengine.serve.realtime.endpoint import NOT_RESUMED
+from trioengine.testing.fuzz.conversations import Content
+from trioengine.testing.fuzz.realtime_response import Asked, Owed
+from trioengine.testing.fuzz.realtime_session import Session
+from trioengine.testing.fuzz.realtime_shapes import ALWAYS_REFUSED, output_item, user_item
 from trioengine.testing.fuzz.tools import TOOL_USES
 from trioengine.testing.simulated_peer import PeerState, SimulatedClient
 
-PATH = "/v1/realtime"
-_ANSWERS = ("session.updated", "conversation.item.deleted", "conversation.item.truncated", "response.created")
-
 
 class RealtimeClient(SimulatedClient):
-    """Assertions are raised from where its bytes arrive."""
+    """One connection of a session. Assertions are raised from where its bytes arrive."""
 
-    def __init__(
-        self, config: ServeConfig, max_model_len: int, faults: InjectedFaults, clock: Callable[[], float]
-    ) -> None:
-        super().__init__(PATH, self._told)
-        self.session_id = ""  # until the server has sent it
-        self.items: dict[str, Turn] = {}
-        self.order: list[str] = []
-        self.instructions = ""
-        self.tools: list[dict[str, Any]] = []
-        self.truncation = "auto"
-        self.num_events = 0
-        self.engine_state = AWAKE  # by the last engine.state event
-        self.weight_version: int | None = None  # the same; None before the first
-        self.responses: dict[str, FollowedResponse] = {}  # the active ones
+    def __init__(self, session: Session, config: ServeConfig, last: int = -1) -> None:
+        """`last` is the number of the last event that the client has, or pretends to have."""
+        super().__init__(session.target(last), self._take)
+        self.conversation = session.conversation
+        self.num_events = last + 1
+        self._session = session
         self._config = config
-        self._max_model_len = max_model_len
-        self._faults = faults
-        self._clock = clock
-        self._ids = itertools.count(1)
-        self._event_ids: set[str] = set()  # of the server
-        self._owed: dict[str, Owed] = {}  # events without an answer yet, by their ids
-        self._cancels: dict[str, str | None] = {}  # events that are answered if they fail: the responses that they name
-        self._in_progress: set[str] = set()  # items
-        self._num_beside = 0  # responses beside the conversation that were created
-        self._is_dropped = False  # one of its messages
+        self._last = last
+        self._must_be_refused = session.is_over
+        self._began = session.join(self)
         self._deaf_since: float | None = None  # when it came to rest, and read nothing more
         self._is_spoilt = False  # it has sent garbage
-
-    @property
-    def response(self) -> str | None:
-        """The active response of the conversation."""
-        return next((id for id, response in self.responses.items() if not response.asked.is_beside), None)
+        if last >= 0:
+            self.mark()
 
     # ---- events of the client ---------------------------------------------------------------------------------------
 
     def ask(self, name: str, *, size: int = 0, **fields: Any) -> Owed:
         """Send an event of at least so many bytes, which is answered."""
-        number = next(self._ids)
-        id = f"e{number}"
-        owed = self._owed[id] = Owed(id, number, name, Life(self._faults), fields)
-        self.send(json.dumps({"type": name, "event_id": id, **fields}).ljust(size))
+        owed = self.conversation.owe(name, fields)
+        self.send(json.dumps({"type": name, "event_id": owed.id, **fields}).ljust(size))
         return owed
 
-    def ask_wrongly(self, how: str, size: int = 0) -> None:
+    def ask_wrongly(self, how: str, size: int = 0) -> Owed:
         """Send an event that is refused."""
         name, fields, code, param = ALWAYS_REFUSED[how]
         owed = self.ask(name, size=size, **fields)
         owed.refused = code, param
         if name == "response.create":
             owed.asked = Asked(0)
+        return owed
+
+    def mark(self) -> None:
+        """Find out which of the events that were sent on other connections have arrived."""
+        self.conversation.doubt()
+        self.ask_wrongly("odd").is_mark = True
 
     def say(self, content: Content, *, previous: str | None = None, id: str | None = None) -> None:
         """Add an item of the user's, with this id, at the end or after another item; "root" is the beginning."""
@@ -99,20 +70,7 @@ class RealtimeClient(SimulatedClient):
 
     def refer(self) -> None:
         """A response beside the conversation, to its middle item alone."""
-        asked = Asked(20, is_beside=True, reference=self.middle)
-        items = [{"type": "item_reference", "id": self.middle}]
-        response = {"max_output_tokens": 20, "conversation": "none", "input": items}
-        self.ask("response.create", response=response).asked = asked
-
-    def ids_of(self, role: str) -> list[str]:
-        """The items of this role."""
-        return [id for id in self.order if self.items[id][0] == role]
-
-    @property
-    def middle(self) -> str:
-        """The middle one of the items that the user sent."""
-        of_user = self.ids_of("user")
-        return of_user[len(of_user) // 2] if of_user else "none"
+        self._create(Asked(20, is_beside=True, reference=self.conversation.middle))
 
     def respond(self, max_tokens: int, metadata: dict[str, str] | None = None) -> None:
         self._create(Asked(max_tokens, metadata=metadata))
@@ -124,327 +82,143 @@ class RealtimeClient(SimulatedClient):
 
     def _create(self, asked: Asked) -> None:
         response: dict[str, Any] = {"max_output_tokens": asked.max_tokens}
+        if self._session.window and not asked.is_beside:
+            asked.metadata = {"number": str(self._session.next_number())}
         if asked.metadata is not None:
             response["metadata"] = asked.metadata
         if asked.is_beside:
             response["conversation"] = "none"
         if asked.input is not None:
             response["input"] = [user_item(content) for _, content in asked.input]
+        if asked.reference is not None:
+            response["input"] = [{"type": "item_reference", "id": asked.reference}]
         if asked.tools:
             response |= TOOL_USES[asked.tools].realtime_fields()
         self.ask("response.create", response=response).asked = asked
 
     def truncate(self, text_end: int) -> None:
         """Truncate the last answer, or an item that does not exist if there is no answer."""
-        id = (self.ids_of("assistant") or ["none"])[-1]
+        id = (self.conversation.ids_of("assistant") or ["none"])[-1]
         self.ask("conversation.item.truncate", item_id=id, content_index=0, text_end=text_end)
 
     def cancel(self, *, by_id: bool = False) -> None:
         """Cancel the conversation's response; it is answered by an error only, where there is nothing to cancel."""
-        active = [response.asked for response in self.responses.values()]
-        asked = [owed.asked for owed in self._owed.values() if owed.asked is not None]
-        number = self._cancel(named := self.response if by_id else None)
-        for each in (*asked, *active):
-            if not each.is_beside:
-                each.may_be_cancelled = True
-                if each.cancelled_by is None and (named is None or each in active):
-                    each.cancelled_by = number
+        self._cancel(self.conversation.response if by_id else None)
 
     def cancel_beside(self) -> bool:
         """Cancel one of them; False if none is active."""
-        response = next((response for response in self.responses.values() if response.asked.is_beside), None)
+        responses = self.conversation.responses.values()
+        response = next((response for response in responses if response.asked.is_beside), None)
         if response is None:
             self.ask_wrongly("no response")
             return False
-        response.asked.may_be_cancelled = True
         self._cancel(response.id)
         return True
 
-    def _cancel(self, response_id: str | None) -> int:
-        """Send the event; returns its number."""
-        number = next(self._ids)
-        id = f"c{number}"
-        self._cancels[id] = response_id
+    def _cancel(self, response_id: str | None) -> None:
+        id = self.conversation.cancel(response_id)
         named = {} if response_id is None else {"response_id": response_id}
         self.send(json.dumps({"type": "response.cancel", "event_id": id, **named}))
-        return number
+
+    # ---- its connection ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_speaker(self) -> bool:
+        """Whether its client sends on this connection, and not on another one of its session."""
+        return self._session.speaker is self
+
+    @property
+    def can_send(self) -> bool:
+        return self.is_speaker and super().can_send
+
+    @property
+    def can_step_in(self) -> bool:
+        """Whether its client could go back to this connection."""
+        return self.accepted and super().can_send
 
     @property
     def is_active(self) -> bool:
-        return self.response is not None
+        return self.is_speaker and self.conversation.response is not None
+
+    @property
+    def is_served(self) -> bool:
+        """Whether it is connected, and reads and sends."""
+        return self.peer_state is PeerState.WELL and self.accepted and self.can_send
+
+    @property
+    def stuck(self) -> list[str]:
+        """The responses that it waits for."""
+        return list(self.conversation.responses) if self.is_speaker and self.peer_state is PeerState.WELL else []
+
+    def close(self) -> None:
+        self._session.may_end()
+        super().close()
+
+    def send_garbage(self) -> None:
+        self._is_spoilt = True
+        self._session.may_end()
+        super().send_garbage()
+
+    def on_accepted(self) -> None:
+        assert not self._must_be_refused, "it resumes a session that is over"
+
+    def on_refusal(self, status: int, body: bytes) -> None:
+        self._session.refused(status, json.loads(body), self._last)
+        self._session.step_back(self)
+
+    def on_goodbye(self, code: int, reason: str) -> None:
+        if code == NOT_RESUMED:
+            self._session.not_resumed(reason, self._last)
+            self._session.step_back(self)
+        elif code == TAKEN_OVER:
+            self._session.check_taken_over()
+            self._session.step_back(self)
+        else:
+            self._check_goodbye(code)
+            self._session.may_end()
+
+    def _check_goodbye(self, code: int) -> None:
+        is_dropped, responses = self.conversation.is_dropped, self.conversation.responses
+        assert code != TRY_AGAIN_LATER or is_dropped, "no message was dropped"
+        assert code != GOING_AWAY or not responses, f"a goodbye in the middle of {set(responses)}"
+        assert code != GOING_AWAY or self._session.is_closing, "the server goes away, and was not drained"
+        expected = (TRY_AGAIN_LATER, GOING_AWAY) if self._session.window else (1000, TRY_AGAIN_LATER, GOING_AWAY)
+        assert code in expected or self._is_spoilt, f"a goodbye with the code {code}"
+
+    def _leave(self) -> None:
+        super()._leave()
+        self._session.step_back(self)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        self.num_events += 1
+        self._session.take(event, self.num_events - 1, self._began)
 
     # ---- at rest ----------------------------------------------------------------------------------------------------
 
     def check_at_rest(self) -> None:
-        """All is answered but a response.create behind a cancelled response. A deaf client is disconnected in time."""
-        if self.peer_state is PeerState.WELL and self.accepted and self.can_send:
-            unanswered = [owed.name for owed in self._owed.values() if not self._is_remembered(owed)]
-            assert not unanswered, f"never answered: {unanswered}"
-            assert not self._is_dropped, "the server dropped a message, and goes on"
-        now, most = self._clock(), 2 * self._config.client_ping_interval + self._config.handshake_timeout
+        """All is answered, and all events have come."""
+        if self.is_served:
+            self.conversation.check_at_rest()
+            self._session.check_whole()
+
+    def check_deaf(self, now: float) -> None:
+        """At rest: a deaf client is disconnected in time. `now` leaves out the time by which tasks were late."""
+        closing = max(self._config.handshake_timeout, CLOSE_TIMEOUT) + LINGER_TIMEOUT
+        most = 2 * self._config.client_ping_interval + closing
         if self.peer_state not in (PeerState.STALLED, PeerState.VANISHED) or self.stream.closed:
             self._deaf_since = None
         elif self._deaf_since is None:
             self._deaf_since = now
         else:
             waits = now - self._deaf_since
-            assert waits < most, f"a client has answered no ping for {waits:g} s, and is connected"
+            assert waits <= most, f"a client has answered no ping for {waits:g} s, and is connected"
 
     def check_bytes(self, counted: int) -> None:
         """At rest, between responses, the server counts its conversation with instructions and tools alone."""
-        is_quiet = self.peer_state is PeerState.WELL and self.can_send and not self._owed and not self.responses
-        due = self._size() + len(self.instructions) + sum(map(size_of_json, self.tools))
+        is_quiet = self.peer_state is PeerState.WELL and self.can_send and self.conversation.is_quiet
+        due = self.conversation.size
         assert not is_quiet or counted == due, f"{counted} bytes are counted, and {due} are in its conversation"
 
     def check_closed(self) -> None:
         """At rest, and the server is closed: its responses are over, and it has sent a close frame."""
-        is_served = self.peer_state is PeerState.WELL and self.accepted and self.can_send
-        assert not is_served or self.responses, "the server is closed, and has sent no close frame"
-
-    def on_goodbye(self, code: int) -> None:
-        assert code != TRY_AGAIN_LATER or self._is_dropped, "no message was dropped"
-        assert code != GOING_AWAY or not self.responses, f"a goodbye in the middle of {set(self.responses)}"
-        assert code != GOING_AWAY or self._faults.closing, "the server goes away, and was not drained"
-        assert code in (1000, TRY_AGAIN_LATER, GOING_AWAY) or self._is_spoilt, f"a goodbye with the code {code}"
-
-    def send_garbage(self) -> None:
-        self._is_spoilt = True
-        super().send_garbage()
-
-    # ---- events of the server ---------------------------------------------------------------------------------------
-
-    def _told(self, event: dict[str, Any]) -> None:
-        check_event(event, self.num_events, "toy")
-        assert event["event_id"] not in self._event_ids, f"an id is used again: {event}"
-        self._event_ids.add(event["event_id"])
-        assert not self._is_dropped or event["type"] not in _ANSWERS, f"a message was dropped, and then {event}"
-        self.num_events += 1
-        match event["type"]:
-            case "session.created":
-                self.session_id = event["session"]["id"]
-            case "session.updated":
-                self._update(self._answered("session.update"), event["session"])
-            case "conversation.item.added":
-                self._add(event)
-            case "conversation.item.done":
-                self._finish_item(event)
-            case "conversation.item.retrieved":
-                asked = self._answered("conversation.item.retrieve").fields["item_id"]
-                assert event["item"]["id"] == asked, f"{asked} was asked for, and it is {event['item']}"
-                self._check_shown(event["item"])
-            case "conversation.item.deleted":
-                self._delete(self._answered("conversation.item.delete"), event["item_id"])
-            case "conversation.item.truncated":
-                self._truncate(self._answered("conversation.item.truncate"), event)
-            case "response.created":
-                self._begin(event["response"])
-            case "response.done":
-                self._active(event["response"]["id"]).end(event["response"])
-                del self.responses[event["response"]["id"]]
-            case "engine.state":
-                told = event["state"], event["weight_version"]
-                assert told != (self.engine_state, self.weight_version), f"the state does not change: {event}"
-                self.engine_state, self.weight_version = told
-            case "error":
-                self._complain(event["error"])
-            case kind if kind.startswith("response."):
-                self._active(event["response_id"]).events.take(event)
-
-    def _answered(self, name: str) -> Owed:
-        """Events are handled in order: the oldest of this type."""
-        id = next((id for id, owed in self._owed.items() if owed.name == name and owed.refused is None), None)
-        assert id is not None, f"an answer to a {name} that was never sent"
-        return self._owed.pop(id)
-
-    def _update(self, owed: Owed, session: dict[str, Any]) -> None:
-        for name, value in owed.fields["session"].items():
-            due = None if name in PASSED_OVER else "" if name == "instructions" and value is None else value
-            assert session.get(name) == due, f"{name} was set to {value!r}, and is {session.get(name)!r}"
-        self.instructions = session["instructions"]
-        self.truncation = session["truncation"]
-        self.tools = session["tools"]
-
-    # ---- refusals ---------------------------------------------------------------------------------------------------
-
-    def _complain(self, error: dict[str, Any]) -> None:
-        assert error["code"] != "internal_error", f"the server has a bug: {error}"
-        id = error["event_id"]
-        if id is None:
-            assert error["code"] == "buffers_full", f"an error about no event: {error}"
-            self._is_dropped = True
-        elif id in self._owed:
-            self._check_refused(self._owed.pop(id), error)
-        elif id in self._cancels:
-            named = self._cancels.pop(id)
-            is_true = self.response is None if named is None else named not in self.responses
-            assert is_true and error["code"] == "response_cancel_not_active", f"{named} is active, and {error}"
-        else:
-            found = [response for response in self.responses.values() if response.event_id == id]
-            assert found, f"an error about an event that was answered: {error}"
-            found[0].error = error
-
-    def _check_refused(self, owed: Owed, error: dict[str, Any]) -> None:
-        """As all events come in order, the client has the conversation before its eyes that the server had."""
-        code = error["code"]
-        if owed.refused is not None and code == owed.refused[0]:
-            assert error["param"] == owed.refused[1], f"it is about {owed.refused[1]}, and refused by {error}"
-            return
-        contents = [content for _, content in owed.asked.input or ()] if owed.asked is not None else [owed.content]
-        if any(is_refused(code, content) for content in contents):
-            return
-        is_shown = any(pictures_of(content) for content in contents)
-        is_excused = code == "buffers_full" or (is_shown and self._faults.excuse(code, owed.life))
-        assert is_excused or self._is_true(owed, code), f"{owed.name} {owed.fields} is refused by {error}"
-
-    def _is_true(self, owed: Owed, code: str) -> bool:
-        """Whether an event had to be refused with this code."""
-        item_id = owed.fields.get("item_id")
-        match owed.name, code:
-            case "response.create", "conversation_already_has_active_response":
-                return owed.asked is not None and not owed.asked.is_beside and not self._may_follow(owed)
-            case "response.create", "too_many_responses":  # one that is done may not have left yet
-                return owed.asked is not None and owed.asked.is_beside and self._num_beside >= MAX_OUT_OF_BAND
-            case "response.create", "empty_conversation":
-                return not self._turns()
-            case "response.create", "conversation_too_large":
-                return self._size() + 1 > self._config.max_conversation_size
-            case "response.create", "item_not_found":
-                return owed.asked is not None and owed.asked.reference not in (None, *self.items)
-            case "conversation.item.create", "item_not_found":
-                return owed.fields.get("previous_item_id") not in ("root", None, *self.items)
-            case "conversation.item.create", "duplicate_item":
-                return owed.fields["item"].get("id") in self.items
-            case "conversation.item.create", "conversation_too_large":
-                return self._size() + size_of_item((owed.role, owed.content)) > self._config.max_conversation_size
-            case _, "item_not_found":
-                return item_id is not None and item_id not in self.items
-            case _, "item_in_progress":
-                return item_id in self._in_progress
-            case "conversation.item.truncate", "invalid_value":
-                role, text = self.items.get(str(item_id), ("", ""))
-                return role != "assistant" or len(text_of(text)) < owed.fields["text_end"]
-        return False
-
-    def _is_remembered(self, owed: Owed) -> bool:
-        is_in_conversation = owed.asked is not None and not owed.asked.is_beside and owed.refused is None
-        return is_in_conversation and self.response is not None and self._may_follow(owed)
-
-    def _may_follow(self, owed: Owed) -> bool:
-        """Whether a response of the conversation had to begin, or to be remembered behind a cancelled one.
-
-        One that is remembered is not answered yet, and was asked for before.
-        """
-        if self.response is None:
-            return True
-        cancelled_by = self.responses[self.response].asked.cancelled_by
-        creates = [each for each in self._owed.values() if each.asked is not None and each.refused is None]
-        is_first = all(each.number >= owed.number for each in creates if each.asked and not each.asked.is_beside)
-        return cancelled_by is not None and cancelled_by < owed.number and is_first
-
-    # ---- the conversation -------------------------------------------------------------------------------------------
-
-    def _turns(self) -> tuple[Turn, ...]:
-        turns = tuple(self.items[id] for id in self.order if self.items[id][1])
-        return (("system", self.instructions), *turns) if self.instructions else turns
-
-    def _size(self) -> int:
-        """Bytes that the conversation counts, without an item in progress."""
-        return sum(size_of_item(turn) for id, turn in self.items.items() if id not in self._in_progress)
-
-    def _add(self, event: dict[str, Any]) -> None:
-        item, previous = event["item"], event["previous_item_id"]
-        due = self.order[-1] if self.order else None
-        if role_of(item) != "assistant":
-            owed = self._answered("conversation.item.create")
-            content, place = owed.content, owed.fields.get("previous_item_id", due)
-            due = None if place == "root" else place
-            assert item["id"] == owed.fields["item"].get("id", item["id"]), f"{owed.fields} is answered by {event}"
-            assert role_of(item) == owed.role, f"{owed.fields} is answered by {event}"
-            size = self._size() + size_of_item((owed.role, content))
-            assert size <= self._config.max_conversation_size, f"an item is added to a conversation of {size} bytes"
-        else:
-            content = ""
-            self._in_progress.add(item["id"])
-            self._of_item(item["id"]).events.take(event)
-        assert previous == due, f"an item comes after {previous}, and not after {due}: {event}"
-        self._insert(item, content, previous)
-
-    def _of_item(self, id: str) -> FollowedResponse:
-        found = [response for response in self.responses.values() if response.events.item_id == id]
-        assert found, f"no response has the item {id}"
-        return found[0]
-
-    def _delete(self, owed: Owed, id: str) -> None:
-        assert id == owed.fields["item_id"], f"{owed.fields} is answered by the end of {id}"
-        self.order.remove(id)
-        del self.items[id]
-
-    def _truncate(self, owed: Owed, event: dict[str, Any]) -> None:
-        named = {name: event[name] for name in owed.fields}
-        assert named == owed.fields and event["audio_end_ms"] == 0, f"{owed.fields} is answered by {event}"
-        role, text = self.items[event["item_id"]]
-        assert isinstance(text, str), "it has no pictures"
-        self.items[event["item_id"]] = role, text[: event["text_end"]]
-
-    def _insert(self, item: dict[str, Any], content: Content, previous: str | None) -> None:
-        assert item["id"] not in self.items, f"item {item['id']} is added twice"
-        self.items[item["id"]] = role_of(item), content
-        self.order.insert(0 if previous is None else self.order.index(previous) + 1, item["id"])
-
-    def _begun(self, *, is_beside: bool) -> tuple[Owed, Asked]:
-        """The oldest response.create of this kind: one beside the conversation overtakes one that is remembered."""
-        for owed in self._owed.values():
-            if owed.asked is not None and owed.refused is None and owed.asked.is_beside == is_beside:
-                return self._owed.pop(owed.id), owed.asked
-        raise AssertionError("an answer to a response.create that was never sent")
-
-    def _begin(self, response: dict[str, Any]) -> None:
-        id = response["id"]
-        owed, asked = self._begun(is_beside=response["conversation_id"] is None)
-        assert asked.is_beside or self.response is None, f"{id} begins while {self.response} is active"
-        self._num_beside += asked.is_beside
-        turns = self._turns()
-        given = asked.input if asked.reference is None else (self.items[asked.reference],)
-        if given is not None:
-            turns = (*([("system", self.instructions)] if self.instructions else ()), *given)
-        self.responses[id] = FollowedResponse(
-            response,
-            owed.id,
-            asked,
-            turns,
-            {id: content for id, (_, content) in self.items.items()},
-            self._max_model_len,
-            self._faults,
-            owed.life,
-            is_truncated=self.truncation == "auto",
-            tool_form=self._config.tool_call_parser,
-        )
-        assert len(self.responses) <= MAX_OUT_OF_BAND + 1, f"{len(self.responses)} responses are active"
-
-    def _finish_item(self, event: dict[str, Any]) -> None:
-        item = event["item"]
-        at = self.order.index(item["id"])
-        due = self.order[at - 1] if at else None
-        assert event["previous_item_id"] == due, f"the item is behind {due}, and {event}"
-        if role_of(item) == "assistant":
-            self._of_item(item["id"]).events.take(event)
-            self._in_progress.discard(item["id"])
-            self.items[item["id"]] = "assistant", text_in(item)
-            return
-        assert item["status"] == "completed", f"an item of the user's is {item}"
-        self._check_shown(item)
-
-    def _check_shown(self, item: dict[str, Any]) -> None:
-        """Check an item; one in progress has the deltas that were sent before it."""
-        id = item["id"]
-        role, content = self.items[id]
-        assert (item["status"] == "in_progress") == (id in self._in_progress), f"its status is wrong: {item}"
-        if id in self._in_progress:
-            content = self._of_item(id).events.text
-        num_pictures = sum(part["type"] == "input_image" for part in item.get("content", ()))
-        shown = role_of(item), num_pictures, text_in(item)
-        assert shown == (role, len(pictures_of(content)), text_of(content)), f"{content} is shown as {item}"
-
-    def _active(self, id: str) -> FollowedResponse:
-        assert id in self.responses, f"{id} is not active"
-        return self.responses[id]
+        assert not self.is_served or self.conversation.responses, "the server is closed, and has sent no close frame"

@@ -16,11 +16,13 @@ from trioengine.testing.fuzz.inside_payloads import Payload
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.peers import WHICH
 from trioengine.testing.fuzz.program import pick, recorded
+from trioengine.testing.fuzz.promptness import ROUNDING
 from trioengine.testing.fuzz.realtime_client import RealtimeClient
+from trioengine.testing.fuzz.realtime_conversation import Conversation
+from trioengine.testing.fuzz.realtime_session import Cuts, Session
 from trioengine.testing.fuzz.realtime_shapes import ALWAYS_REFUSED, PASSED_OVER
-from trioengine.testing.fuzz.served import ServedEnvironment
+from trioengine.testing.fuzz.served import KEPT, MAX_CLIENTS, ServedEnvironment
 from trioengine.testing.fuzz.world import LIMITS
-from trioengine.testing.simulated_peer import PeerState
 
 PROMPTS = ("a", "be", "<|im_end|>")
 TOKENS = st.sampled_from((1, 3, 20))
@@ -32,6 +34,7 @@ SENDS = (
     *("tools", "no tools", "answer a call"),
 )
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+RETURNS = ("take over", "take over", "reset", "reset", "reset", "hang up", "vanish", "strange")
 LONG = 10_500  # bytes of a message that is dropped where there are items
 
 
@@ -46,16 +49,27 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         "client_ping_interval": 8.0,
         "send_timeout": 9.0,
     }
+    _window = 0  # seconds, of the sessions that begin; 0: they end with their connections
     horizon = 120.0  # past the timeouts of pings, of sending and of closing, one after the other
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sessions: list[Session] = []  # of clients
+        self._delays = 0.0  # seconds by which the clock has jumped over the beginnings of tasks
+        self.engine.observers.append(Cuts(self._sessions))
 
     @recorded(
         initialize,
         ready=st.sampled_from((True, True, True, False)),
         clients=st.sampled_from((1, 1, 1, 2)),
         turns=st.sampled_from((0, 0, 0, 1)),
+        window=st.sampled_from((0, 0, 5, 12)),
     )
-    def begin(self, ready: bool, clients: int, turns: int) -> None:
-        """Mostly from a server that is ready, with clients that have talked."""
+    def begin(self, ready: bool, clients: int, turns: int, window: int) -> None:
+        """Mostly from a server that is ready, with clients that have talked; maybe their sessions have a window."""
+        self._window = window
+        if window:
+            self._make_room()
         for _ in range(clients):
             self._connect()
         if ready:
@@ -72,6 +86,39 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     @recorded()
     def connect(self) -> None:
         self._connect()
+
+    @precondition(lambda self: self._window and self.may_connect and self._resumable)
+    @recorded(
+        which=WHICH,
+        how=st.sampled_from(RETURNS),
+        again=st.sampled_from((False, False, True)),
+        share=st.sampled_from((0.0, 0.0, 0.6, 0.6, 0.9, 1.0)),
+        lacks=st.sampled_from((0, 0, 0, 1, 4, 99)),
+        rounds=st.sampled_from((0, 6, 9, 20)),
+    )
+    def come_back(self, which: int, how: str, again: bool, share: float, lacks: int, rounds: int) -> None:
+        """A client loses its connection, or not, waits for this share of the window, and resumes its session.
+
+        Once all has come to rest it may do so again. It may pretend to lack the last events that it has got. A stranger
+        has a token of no session.
+        """
+        session = self._new_session(is_strange=True) if how == "strange" else pick(self._resumable, which)
+        self._return_to(session, how, share, lacks)
+        if again:
+            self._settle()
+            self._check()
+            self._return_to(session, how, share, lacks)
+        if rounds:
+            self._flow(rounds)
+
+    def _return_to(self, session: Session, how: str, share: float, lacks: int) -> None:
+        if how not in ("strange", "take over"):
+            self._lose(session, how)
+        if share:
+            self._let_pass(share * self._window)
+        if self.may_connect:
+            self._note_return(session, how)
+            self._join(RealtimeClient(session, self.server.config, session.last_without(lacks)))
 
     @precondition(lambda self: self.has_speakers)
     @recorded(
@@ -134,6 +181,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     def send(self, which: int, what: str) -> None:
         """One event, whatever is in progress."""
         client = pick(self.speakers, which)
+        conversation = client.conversation
         match what:
             case "cancel":
                 self._note_moment(client)
@@ -166,7 +214,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
             case "say first":
                 client.say("hi", previous="root")
             case "say between":
-                client.say("or", previous=client.middle)
+                client.say("or", previous=conversation.middle)
             case "say twice":  # only one can have this id
                 client.say("hi", id="own")
                 client.say("be", id="own")
@@ -175,11 +223,17 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
             case "forget":
                 client.ask("session.update", session={"type": "realtime", "instructions": None})
             case "retrieve":
-                client.ask("conversation.item.retrieve", item_id=client.order[-1] if client.order else "none")
+                client.ask(
+                    "conversation.item.retrieve",
+                    item_id=conversation.last,
+                )
             case "delete":
-                client.ask("conversation.item.delete", item_id=client.order[-1] if client.order else "none")
+                client.ask(
+                    "conversation.item.delete",
+                    item_id=conversation.last,
+                )
             case "instruct":
-                truncation = "disabled" if client.truncation == "auto" else "auto"
+                truncation = "disabled" if conversation.truncation == "auto" else "auto"
                 settings = {"type": "realtime", "instructions": "be", "truncation": truncation}
                 client.ask("session.update", session=settings)
             case "odd":
@@ -202,7 +256,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     @property
     def _answered(self) -> list[RealtimeClient]:
         """The clients that have an answer."""
-        return [client for client in self.speakers if client.ids_of("assistant")]
+        return [client for client in self.speakers if client.conversation.ids_of("assistant")]
 
     @precondition(lambda self: self.has_speakers)
     @recorded(which=WHICH, how=st.sampled_from(tuple(ALWAYS_REFUSED)))
@@ -219,8 +273,60 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     # ---- overrides --------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        clock = self.loop.clock.current_time
-        self._join(RealtimeClient(self.server.config, LIMITS.max_model_len, self.faults, clock))
+        session = self._new_session()
+        self._sessions.append(session)
+        self._join(RealtimeClient(session, self.server.config))
+
+    def _new_session(self, *, is_strange: bool = False) -> Session:
+        return Session(
+            Conversation(self.server.config, LIMITS.max_model_len, self.faults),
+            self.faults,
+            self.loop.clock.current_time,
+            self._window,
+            kept=KEPT,
+            sizes=self.watch.events.__getitem__,
+            saw=self.coverage.saw,
+            is_strange=is_strange,
+        )
+
+    @property
+    def _resumable(self) -> list[Session]:
+        """Sessions with a token: first those that may go on, then those that are over, until one is refused."""
+        known = (each for each in self._sessions if each.token and not each.has_refused)
+        return sorted(known, key=lambda session: session.is_over)
+
+    def _lose(self, session: Session, how: str) -> None:
+        """The connection on which a client sends is lost in this way."""
+        for client in [client for client in self.clients if client is session.speaker]:
+            {"reset": client.reset, "hang up": client.hang_up, "vanish": client.vanish}[how]()
+
+    def _let_pass(self, seconds: float) -> None:
+        """Settle again and again while so much time passes."""
+        until = self.seconds + seconds
+        self._settle()
+        self._check()
+        while self.seconds < until:
+            step = min(self.loop.seconds_to_next_deadline(), until - self.seconds)
+            if self.worker is not None and self.worker.seconds_to_recover > 0.0:
+                step = min(step, self.worker.seconds_to_recover)
+            self.loop.clock.jump(max(step, 0.0))
+            self._settle()
+        self._check()
+
+    def _jump(self, seconds: float) -> None:
+        self._delays += max(0.0, seconds - self.loop.seconds_of_rest())
+        super()._jump(seconds)
+
+    def _make_room(self) -> None:
+        most = self.max_buffered_bytes_with_pictures if self.shows else self.max_buffered_bytes
+        inside_server.set_max_buffered_bytes(self.server, most + (MAX_CLIENTS * KEPT if self._window else 0))
+
+    def _outlast(self) -> None:
+        began = self.seconds
+        self._run_out(lambda: not inside_server.num_going(self.server), "sessions outlive their windows")
+        waited = self.seconds - began
+        assert waited <= self._window + ROUNDING, f"sessions go on for {waited:g} s without a client"
+        self._run_out(lambda: not len(self.server.realtime.sessions), "sessions that are over do not end")
 
     def _look(self) -> None:
         super()._look()
@@ -253,31 +359,50 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
 
     def _check(self) -> None:
         super()._check()
+        self._check_sessions()
+        for client in self.clients:
+            client.check_deaf(self.seconds - self._delays)
         if self.is_closing:
             for client in self.clients:
                 client.check_closed()
         if self.is_well:
             check_worker(self.engine, self._worker(), inside.sessions(self.engine))
-            stuck = [id for client in self.clients if client.peer_state is PeerState.WELL for id in client.responses]
+            stuck = [id for client in self.clients for id in client.stuck]
             assert len(stuck) <= self._num_asleep, f"responses {stuck} never end"
             for client in self.clients:
                 self._check_state(client)
         counted = {each.id: inside_server.num_held_bytes(each) for each in self.watch.connections}
         for client in self.clients:
-            if client.session_id in counted:
-                client.check_bytes(counted[client.session_id])
+            if client.conversation.session_id in counted:
+                client.check_bytes(counted[client.conversation.session_id])
+
+    def _check_sessions(self) -> None:
+        """Sessions whose windows have passed are over."""
+        for session in self._sessions:
+            session.rest()
+        going, most = inside_server.num_going(self.server), sum(not session.is_over for session in self._sessions)
+        assert going <= most, f"{going} sessions go on, of which at most {most} have a client, or wait for it"
 
     def _check_state(self, client: RealtimeClient) -> None:
-        shown = SHOWN[self.engine.state]
-        is_told = client.peer_state is not PeerState.WELL or not client.accepted or not client.can_send
-        assert is_told or client.engine_state == shown, f"{client} hears {client.engine_state}, the engine is {shown}"
+        if not client.is_served:
+            return
+        conversation, shown = client.conversation, SHOWN[self.engine.state]
+        heard = conversation.engine_state
+        assert heard == shown, f"{client} hears {heard}, the engine is {shown}"
         version = self.engine.power.weight_version
-        if not is_told and client.weight_version is None:  # it came while the engine was awake
-            client.weight_version = version
-        assert is_told or client.weight_version == version, (
-            f"{client} hears of the weights {client.weight_version}, the engine has {version}"
-        )
+        if conversation.weight_version is None:  # it came while the engine was awake
+            conversation.weight_version = version
+        of_weights = conversation.weight_version
+        assert of_weights == version, f"{client} hears of the weights {of_weights}, the engine has {version}"
+
+    def _note_return(self, session: Session, how: str) -> None:
+        if session.is_over:
+            self.coverage.saw("a client resumes a session that is over")
+            return
+        self.coverage.saw(f"{how}, and come back")
+        if session.conversation.responses:
+            self.coverage.saw("come back while a response is active")
 
     def _note_moment(self, client: RealtimeClient) -> None:
-        if client.response is not None:
+        if client.conversation.response is not None:
             self.coverage.saw("a cancel crosses events of the server" if len(client.to_client) else "a cancel")

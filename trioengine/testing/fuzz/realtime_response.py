@@ -25,6 +25,7 @@ class Asked:
     reference: str | None = None  # to an item, in place of the conversation
     may_be_cancelled: bool = False
     cancelled_by: int | None = None  # the number of the first response.cancel that must have cancelled it, if it began
+    is_perhaps_cancelled: bool = False  # by one that may be lost
     metadata: dict[str, str] | None = None
 
 
@@ -41,6 +42,8 @@ class Owed:
     role: str = "user"  # of a new item
     content: Content = ""  # the same
     refused: tuple[str, str] | None = None  # the code and the param of its error, where nothing else is right
+    is_mark: bool = False  # its answer shows which events on connections before have arrived
+    may_be_lost: bool = False  # with its connection
 
 
 class FollowedResponse:

@@ -92,11 +92,15 @@ PASSED_OVER = {  # settings without effect on text, as OpenAI's packages send th
 TOO_MUCH = ("overloaded", "key_buffers_full")  # may be a rate limit
 
 
-def check_event(event: Mapping[str, Any], number: int, model: str) -> None:
-    """Check the fields of an event, which is the one with this number on its connection."""
+def check_event(event: Mapping[str, Any], number: int, model: str, window: float = 0.0) -> None:
+    """Check the fields of an event, which is the one with this number in its session, of which others have a window."""
     kind = str(event.get("type"))
     assert kind in _FIELDS, f"an event of another kind: {event}"
-    has_fields(event, ("event_id", "type", "sequence_number", *_FIELDS[kind]), kind)
+    more = ("resume",) if window and kind == "session.created" else ()
+    has_fields(event, ("event_id", "type", "sequence_number", *_FIELDS[kind], *more), kind)
+    if more:
+        resume = has_fields(event["resume"], ("token", "seconds"), "the resumption")
+        assert resume["token"] and resume["seconds"] == window, f"{window:g} s were asked for, not {resume}"
     assert event["sequence_number"] == number, f"event {number} is {event}"
     assert (kind == "session.created") == (number == 0), f"the first event is session.created, and comes once: {event}"
     assert event.get("content_index", 0) == 0, f"an item of a response has one part: {event}"

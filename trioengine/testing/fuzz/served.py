@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -35,6 +35,7 @@ OUTAGES = ("abort all", *WORKER_OUTAGES, *STARTS, "abort all", "drain", "drain s
 
 
 ROOM, AT_ONCE = 1024, 512  # characters of an outbox, so that few events fill it, and not all of them go at once
+KEPT = 8000  # characters of events that are kept for a client that was lost
 
 
 class ServerWatch(inside_server.ServerEvents):
@@ -49,6 +50,7 @@ class ServerWatch(inside_server.ServerEvents):
         admissions: AdmissionLog,
     ) -> None:
         self.connections: list[RealtimeConnection] = []  # that are not over
+        self.events: defaultdict[str, list[int]] = defaultdict(list)  # characters of each, by the prefixes of their ids
         self.num_aborted: Counter[int] = Counter()  # answers to operators, by how many requests they have aborted
         self._crashes = crashes
         self._saw = saw
@@ -110,6 +112,7 @@ class ServerWatch(inside_server.ServerEvents):
             self._crashes.append(exc)
 
     def message_dropped(self) -> None:
+        self._faults.strike(Harm.DROPS)
         self._saw("a message is dropped")
 
     def event_put(self, size: int) -> None:
@@ -120,6 +123,9 @@ class ServerWatch(inside_server.ServerEvents):
         """Complain if texts for a slow client do not wait for room."""
         if size > ROOM + inside_server.BETWEEN:
             self._complain(f"{size} characters are kept for a slow client")
+
+    def event_queued(self, prefix: str, size: int) -> None:
+        self.events[prefix].append(size)
 
     def check_cancelled(self) -> None:
         """Responses that clients have cancelled do not go on; one on its way in is stopped once it is there."""
@@ -153,7 +159,7 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
         self._closed_by = math.inf  # when the server must be over
         self.watch = ServerWatch(self.loop.crashes, self.coverage.saw, self.faults, self.requests, self.admissions)
         self._taps.enter_context(inside_client.repeatable())
-        self._taps.enter_context(inside_server.tapped(self.watch, room=ROOM, at_once=AT_ONCE))
+        self._taps.enter_context(inside_server.tapped(self.watch, room=ROOM, at_once=AT_ONCE, kept=KEPT))
         self.server = Server(self.engine, config)
         self.server_call = Call(Life(self.faults), "server", functools.partial(self.server.run, [self.listener]), ())
         self.loop.start_soon(self.server_call.run, name="server")
@@ -203,6 +209,9 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
         """Whether it will cut connections that a worker which hangs keeps busy."""
         return self.is_closing and self.worker is not None and self.worker.health is not Health.WELL
 
+    def _outlast(self) -> None:
+        """Wait for the end of everything that outlives its connection."""
+
     def _all_gone(self) -> None:
         """Check the end of a program, when all clients have gone, and the server still serves."""
 
@@ -241,6 +250,7 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
         self._run_out(lambda: all(client.stream.closed for client in present), "connections never end")
         self._wake_up()
         self._run_out(lambda: all(client.stream.closed for client in self.clients), "connections never end")
+        self._outlast()
         for count, left in inside_server.connection_slots(self.server):
             assert left == count, f"all clients have gone, and {left} of {count} are free"
         kept = inside_server.num_buffered_bytes(self.server)
