@@ -1,6 +1,6 @@
 """Hunt mutants with the fuzzer and print a table: mutant, seeds that found it, programs, seconds and rules it took.
 
-Usage: python tests/mutants/hunt.py [--mutant ID]... [--seeds N] [--profile quick|deep] [--replay FILE]
+Usage: python tests/mutants/hunt.py [--mutant ID]... [--seeds N] [--profile quick|deep] [--no-shrink | --replay FILE]
 
 With one --mutant each shrunk program is printed, too; with --replay a kept program runs with that mutant instead.
 Exit code 1 if a seed did not find its mutant, or a replayed program failed.
@@ -32,11 +32,11 @@ class Found(NamedTuple):
     program: str
 
 
-def hunt(mutant, seed, profile):
+def hunt(mutant, seed, profile, *, shrink):
     """Return what was found; None if nothing was, if the mutant does not explain it, or if it fails without it."""
     machine = MACHINES[mutant.machine]
     with silence(), mutant.active():
-        report = Fuzzer(machine, PROFILES[profile], seed).run(seconds=SECONDS)
+        report = Fuzzer(machine, PROFILES[profile], seed, shrink=shrink).run(seconds=SECONDS)
     if report.program is None:
         print(f"{mutant.id}, seed {seed}: nothing in {report.programs} programs", file=sys.stderr, flush=True)
         return None
@@ -51,13 +51,14 @@ def hunt(mutant, seed, profile):
     return Found(report.programs_to_find, report.seconds_to_find, report.program.length, str(report.program))
 
 
-def hunt_all(hunted, seeds, profile):
+def hunt_all(hunted, seeds, profile, *, shrink):
     """Hunt each mutant with each seed and print the table; 1 if one was not found."""
     table = Table("mutant", "found", "programs", "seconds", "rules", "failure", box=None)
     all_found, minutes = [], len(hunted) * seeds * SECONDS / 60
-    print(f"{len(hunted)} mutants, {seeds} seeds each: at most {minutes:g} minutes, and shrinking", file=sys.stderr)
+    shrinking = ", and shrinking" if shrink else ""
+    print(f"{len(hunted)} mutants, {seeds} seeds each: at most {minutes:g} minutes{shrinking}", file=sys.stderr)
     for mutant in hunted:
-        found = [result for seed in range(seeds) if (result := hunt(mutant, seed, profile)) is not None]
+        found = [result for seed in range(seeds) if (result := hunt(mutant, seed, profile, shrink=shrink))]
         all_found += found
         table.add_row(mutant.id, f"{len(found)}/{seeds}", *medians(found), mutant.failure)
         programs, seconds, rules = medians(found)
@@ -97,11 +98,12 @@ def main(arguments=None):
     parser.add_argument("--mutant", action="append", choices=MUTANTS, metavar="ID")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--profile", choices=PROFILES, default="quick")
+    parser.add_argument("--no-shrink", action="store_true", help="keep the programs as they were found")
     parser.add_argument("--replay", type=Path)
     given = parser.parse_args(arguments)
     hunted = [MUTANTS[id] for id in given.mutant or MUTANTS]
     if given.replay is None:
-        return hunt_all(hunted, given.seeds, given.profile)
+        return hunt_all(hunted, given.seeds, given.profile, shrink=not given.no_shrink)
     if len(hunted) != 1:
         parser.error("--replay takes one --mutant")
     return replay_with(hunted[0], given.replay)
