@@ -44,10 +44,10 @@ def ended(*arguments, stdin=None):
 
 def test_one_answer(smollm2):
     options = ["--model", str(smollm2), "--temperature", "0", "--max-tokens", "16", "--dtype", "float32"]
-    streamed = ended("generate", "What is the capital of France?", *options)
+    streamed = ended("generate", "Name the capital of France.", *options)
     assert (streamed.returncode, streamed.stderr) == (0, "")
     assert "Paris" in streamed.stdout
-    printed = ended("generate", "-", "--json", *options, stdin="What is the capital of France?")
+    printed = ended("generate", "-", "--json", *options, stdin="Name the capital of France.")
     assert (printed.returncode, printed.stderr) == (0, "")
     answer = json.loads(printed.stdout)
     assert answer["text"] == streamed.stdout.removesuffix("\n")
@@ -56,7 +56,7 @@ def test_one_answer(smollm2):
 
 
 def test_an_answer_without_a_stderr(smollm2):
-    generate = [*COMMAND, "generate", "What is the capital of France?", "--max-tokens", "16", "--temperature", "0"]
+    generate = [*COMMAND, "generate", "Name the capital of France.", "--max-tokens", "16", "--temperature", "0"]
     command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *generate, "--model", str(smollm2)]
     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PATIENCE, check=False)
     assert printed.returncode == 0
@@ -92,7 +92,7 @@ def num_unread(pipe):
 def test_an_interrupt_while_a_chat_waits_for_a_line(smollm2):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with started("chat", str(smollm2), "--max-tokens", "4", "--temperature", "0", **pipes) as process:
-        process.stdin.write("What is the capital of France?\n")
+        process.stdin.write("Name the capital of France.\n")
         process.stdin.flush()
         assert process.stdout.readline().endswith("\n")
         process.stdin.write("half a line")
@@ -135,7 +135,7 @@ async def converse(port):
                 return event
 
             item = {"type": "message", "role": "user"}
-            content = [{"type": "input_text", "text": "What is the capital of France?"}]
+            content = [{"type": "input_text", "text": "Name the capital of France."}]
             events = [
                 {"type": "conversation.item.create", "item": item | {"content": content}},
                 {"type": "response.create", "response": {"temperature": 0, "max_output_tokens": 16}},

@@ -106,7 +106,7 @@ async def test_the_example_of_a_test_passes(autojump_clock):
 
 def test_the_asyncio_example_runs(config):
     (function,) = (value for name, value in examples("asyncio.md").items() if name == "ask_from_asyncio")
-    completion = asyncio.run(function(config, "What is the capital of France?"))
+    completion = asyncio.run(function(config, "Name the capital of France."))
     assert "Paris" in completion.text
 
 
@@ -124,7 +124,7 @@ def test_the_asyncio_example_is_cancelled(config, wait_for_the_worker):
 
     async def main():
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
-        task = asyncio.create_task(ask_from_asyncio(config, "What is the capital of France?"))
+        task = asyncio.create_task(ask_from_asyncio(config, "Name the capital of France."))
         await asyncio.sleep(0)
         while wait_for_the_worker and children() == before:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)

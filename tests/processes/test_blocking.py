@@ -201,6 +201,6 @@ def test_an_interrupt_of_the_real_worker(smollm2):
     with blocking.open_engine(str(smollm2), kv_cache_memory=64 << 20, max_model_len=512) as engine:
         session = engine.open_session()
         interrupted(session.generate("Count to ten.", max_tokens=300, temperature=0, ignore_eos=True), after=3)
-        assert "Paris" in session.ask("What is the capital of France?", max_tokens=16, temperature=0).text
+        assert "Paris" in session.ask("Name the capital of France.", max_tokens=16, temperature=0).text
         session.close()
         engine.loop.call(everything_is_given_back, engine.loop.resource)

@@ -18,7 +18,7 @@ KILLS, STOPS, SLEEPS = 50, 10, 20
 MOST_GROWTH = 1.10  # of the RSS of either process
 QUESTION = {
     "model": "m",
-    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "messages": [{"role": "user", "content": "Name the capital of France."}],
     "max_tokens": 16,
     "temperature": 0,
 }

@@ -102,7 +102,7 @@ class EngineConfig:
     payload_memory: int = 512 << 20  # images on their way to the worker, or kept for later turns
     num_threads: int | None = None  # of the worker, up to 4 for each core; None: torch's own choice
     kernels: Kernels = "auto"  # native, in C++, on a CPU where there is a compiler, else torch
-    quantization: Quantization = "auto"  # gguf, int8: products of integers, which need the native kernels
+    quantization: Quantization = "auto"  # gguf, int8: products of integers; auto: gguf where it is fast
     batch_invariant: bool = False  # the same bits whatever shares a step, in bfloat16 as well; needs native kernels
     startup_timeout: float = 120.0  # without progress while the worker loads
     step_timeout: float = 300.0  # one step longer than that is death

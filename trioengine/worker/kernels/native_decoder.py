@@ -80,12 +80,12 @@ def integer_layers(layers: Sequence[DecoderLayer]) -> list[tuple[IntegerLinear, 
 
 
 class NativeDecoder:
-    """The bits are those of LayerByLayer with the same kernels and products. For one thread at a time."""
+    """The results have the same bits as LayerByLayer's with these products. For one thread at a time."""
 
     def __init__(
         self, config: TextConfig, weights: DecoderWeights, products: Sequence[tuple[IntegerLinear, ...]]
     ) -> None:
-        """`products` are those of each layer, by `integer_layers`."""
+        """`products` has the four products of each layer, by `integer_layers`."""
         self._weights = weights  # the memory at the addresses
         self._products = products[0][0].products
         self._layers = (_Layer * len(products))(*map(_layer, weights.layers, products))
