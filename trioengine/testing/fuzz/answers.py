@@ -13,7 +13,7 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Completion, FinishReason
 from trioengine.testing.fuzz.conversations import check_seen
 from trioengine.testing.fuzz.grammars import is_bad, is_complete
-from trioengine.testing.fuzz.tools import Offered, Parts, parts_in
+from trioengine.testing.fuzz.tools import Offered, parts_in, parts_of_answer
 from trioengine.testing.toy_grammar import ToyFollower
 from trioengine.testing.toy_model import (
     END_OF_TEXT,
@@ -91,7 +91,7 @@ def check_parts(completion: Completion, answer: str, tools: Offered | None) -> N
     """The text and the calls are those of this answer of the model's; the end of an abort is left out where it must."""
     found = parts_in(completion.text, completion.tool_calls)
     is_aborted = completion.finish_reason is FinishReason.ABORT
-    due = Parts(answer, ()) if tools is None else tools.parts(answer, is_aborted=is_aborted)
+    due = parts_of_answer(tools, answer, is_aborted=is_aborted)
     name = "the text of an abort" if is_aborted else "the answer"
     assert found == due, f"{name} is {found}, the model's is {due}, of {answer!r}"
 

@@ -222,6 +222,11 @@ class Offered:
             assert re.fullmatch(self.use.pattern, answer), f"{answer!r} has ended, and is not {self.use.pattern}"
 
 
+def parts_of_answer(tools: Offered | None, answer: str, *, is_aborted: bool = False) -> Parts:
+    """The text of an answer with tools or not, and the calls in it that are whole."""
+    return Parts(answer, ()) if tools is None else tools.parts(answer, is_aborted=is_aborted)
+
+
 def parts_in(text: str, calls: Iterable[ToolCall]) -> Parts:
     """The same of a completion with this text and these calls."""
     return Parts(text, tuple(Call(call.name, call.arguments) for call in calls))

@@ -87,7 +87,7 @@ class ToolsMachine(GrammarsMachine):
         reader = self._call_tools(which, use, Style.ALL, params, keep_partial=keep_partial)
         if not self._flow_into_call(reader, place) or self.worker is None:
             return
-        self.coverage.saw(f"{what} {'behind a call' if place == 'behind' else f'in the {place} of a call'}")
+        self.coverage.saw(f"{what} {moment_of(place)}")
         if what == "kill":
             self._kill(0)
         else:
@@ -102,9 +102,7 @@ class ToolsMachine(GrammarsMachine):
         is_reversed=st.booleans(),
         max_tokens=st.sampled_from((3, 12, LONGEST)),
     )
-    def answer_calls(
-        self, which: int, use: str, next: str, prompt: str, is_reversed: bool, max_tokens: int
-    ) -> None:
+    def answer_calls(self, which: int, use: str, next: str, prompt: str, is_reversed: bool, max_tokens: int) -> None:
         """The results of calls go back; of a session's latest turn, or else of a request that is made first."""
         if not self._called_holders:
             self._call_tools(which, use, Style.ALL, SamplingParams(max_tokens=LONGEST))
@@ -112,7 +110,7 @@ class ToolsMachine(GrammarsMachine):
         if not self._called_holders:  # its answer was cut, or failed
             return
         holder = pick(self._called_holders, which)
-        results = _results(committed(holder)[-1], -1 if is_reversed else 1)
+        results = results_of(committed(holder)[-1], -1 if is_reversed else 1)
         self.coverage.saw("a call is answered" if len(results) == 1 else "several calls are answered")
         params = SamplingParams(max_tokens=max_tokens)
         tools = self._offered(next) if next else None
@@ -161,10 +159,16 @@ class ToolsMachine(GrammarsMachine):
         return [holder for holder, each in turns if each and isinstance(each[-1][1], Called)]
 
 
-def _results(turn: Turn, step: int) -> tuple[Turn, ...]:
+def results_of(turn: Turn, step: int) -> tuple[Turn, ...]:
+    """The results of the calls of a turn, in their order, or backwards with the step -1."""
     content = turn[1]
     assert isinstance(content, Called), "it has calls"
     return tuple(("tool", Result(f"r{number}", call.id)) for number, call in enumerate(content.calls))[::step]
+
+
+def moment_of(place: str) -> str:
+    """A place in a call, for a note of coverage."""
+    return "behind a call" if place == "behind" else f"in the {place} of a call"
 
 
 def _place_of(reader: Reader, form: str) -> str:
