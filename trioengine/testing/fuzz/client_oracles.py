@@ -300,9 +300,8 @@ def waits_of_readers(readers: Iterable[RemoteReader], engine: Engine) -> Iterato
     going = {session.label for session in inside.sessions(engine) if inside.phase(session) in inside.GOING}
     for reader in readers:
         handle = reader_holder(reader).handle
-        is_taken = (
-            reader.tools is not None and handle is not None and handle.id in going
-        )  # and waits for its first part
+        # it waits for the first part of its answer
+        is_taken = reader.tools is not None and handle is not None and handle.id in going
         is_waiting = not (reader.entered or is_taken or reader.is_stalled) and reader_holder(reader).line.is_well
         if is_waiting and (is_free if is_awake else reader.wait is not True):
             seconds = max(engine.config.restart_delays) + 1.0  # the longest that the server names in a refusal
@@ -353,13 +352,12 @@ def _followed(reader: Reader, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     text, calls = generation.completion.text, generation.completion.tool_calls
     if not generation.outcome.is_complete and not (reader.keep_partial and (text or calls)):
         return turns
-    _, num_dropped = _given(reader, turns)
-    shown = [turn for turn in turns if _is_shown(turn)]
-    # messages, the oldest of those shown
-    gone = len(shown) - len(_given(reader, turns)[0]) + len(reader.turns) if num_dropped else 0
-    dropped = shown[:gone]
-    kept = [turn for turn in turns if not (dropped and turn is dropped[0] and dropped.pop(0))]
-    return (*kept, *reader.turns, ("assistant", Called(text, calls) if calls else text))
+    given, num_dropped = _given(reader, turns)
+    messages = (*turns, *reader.turns)
+    shown = [turn for turn in messages if _is_shown(turn)]
+    dropped = shown[: len(shown) - len(given)] if num_dropped else []  # the oldest of those shown
+    kept = [turn for turn in messages if not (dropped and turn is dropped[0] and dropped.pop(0))]
+    return (*kept, ("assistant", Called(text, calls) if calls else text))
 
 
 def asked(reader: Reader) -> tuple[tuple[Turn, ...], int]:

@@ -73,12 +73,12 @@ class ClientToolsMachine(ClientEnvironment):
     @recorded(
         which=st.integers(0, 2),
         use=st.sampled_from(CALLING),
-        next=st.sampled_from(NEXT),
+        later=st.sampled_from(NEXT),
         prompt=st.sampled_from(("", "", "a")),
         is_reversed=st.booleans(),
         max_tokens=st.sampled_from((3, 12, LONGEST)),
     )
-    def answer_calls(self, which: int, use: str, next: str, prompt: str, is_reversed: bool, max_tokens: int) -> None:
+    def answer_calls(self, which: int, use: str, later: str, prompt: str, is_reversed: bool, max_tokens: int) -> None:
         """The results of calls go back; of a session's latest turn, or else of a request that is made first."""
         if not self._called_holders:
             params, tools = SamplingParams(max_tokens=LONGEST), self._offered(use)
@@ -89,7 +89,7 @@ class ClientToolsMachine(ClientEnvironment):
         holder = pick(self._called_holders, which)
         results = results_of(client_oracles.committed(holder)[-1], -1 if is_reversed else 1)
         self.coverage.saw("a call is answered" if len(results) == 1 else "several calls are answered")
-        params, tools = SamplingParams(max_tokens=max_tokens), self._offered(next) if next else None
+        params, tools = SamplingParams(max_tokens=max_tokens), self._offered(later) if later else None
         self._read(which, Style.ALL, params, prompt=prompt, tools=tools, results=results, holder=holder)
 
     @precondition(lambda self: self.num_callers < MOST)

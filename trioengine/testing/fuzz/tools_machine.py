@@ -97,12 +97,12 @@ class ToolsMachine(GrammarsMachine):
     @recorded(
         which=st.integers(0, 2),
         use=st.sampled_from(CALLING),
-        next=st.sampled_from(NEXT),
+        later=st.sampled_from(NEXT),
         prompt=st.sampled_from(("", "", "a")),
         is_reversed=st.booleans(),
         max_tokens=st.sampled_from((3, 12, LONGEST)),
     )
-    def answer_calls(self, which: int, use: str, next: str, prompt: str, is_reversed: bool, max_tokens: int) -> None:
+    def answer_calls(self, which: int, use: str, later: str, prompt: str, is_reversed: bool, max_tokens: int) -> None:
         """The results of calls go back; of a session's latest turn, or else of a request that is made first."""
         if not self._called_holders:
             self._call_tools(which, use, Style.ALL, SamplingParams(max_tokens=LONGEST))
@@ -113,7 +113,7 @@ class ToolsMachine(GrammarsMachine):
         results = results_of(committed(holder)[-1], -1 if is_reversed else 1)
         self.coverage.saw("a call is answered" if len(results) == 1 else "several calls are answered")
         params = SamplingParams(max_tokens=max_tokens)
-        tools = self._offered(next) if next else None
+        tools = self._offered(later) if later else None
         self._read(self.idle_holders.index(holder), Style.ALL, params, prompt=prompt, tools=tools, results=results)
 
     @recorded(which=st.integers(0, len(HISTORIES) - 1), wait=WAIT)
