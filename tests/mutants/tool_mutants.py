@@ -8,7 +8,9 @@ from typing import Any
 from mutant import Mutant, replaced
 
 from trioengine.actors.request import Request
+from trioengine.client import conversation as conversations
 from trioengine.core.messages import AddMessage
+from trioengine.core.sampling_params import replace_valid
 from trioengine.core.tools import GrowingCalls
 from trioengine.core.types import ToolCall
 from trioengine.text.tool_calls import Part, ToolCallParser
@@ -40,7 +42,7 @@ def _drop_forced_grammar(message: Any) -> Any:
     def mutant(self: Request, *args: Any) -> AddMessage:
         made: AddMessage = message(self, *args)
         is_dropped = made.num_output > 0 and self.params.grammar is None
-        return replace(made, params=replace(made.params, grammar=None)) if is_dropped else made
+        return replace(made, params=replace_valid(made.params, grammar=None)) if is_dropped else made
 
     return mutant
 
@@ -48,6 +50,14 @@ def _drop_forced_grammar(message: Any) -> Any:
 def _grow_the_first(grow: Any) -> Any:
     def mutant(self: GrowingCalls, arguments: str) -> None:
         self._calls[0].pieces.append(arguments)
+
+    return mutant
+
+
+def _name_the_item(items_of: Any) -> Any:
+    def mutant(message: Any, mint: Any) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = items_of(message, mint)
+        return [item | {"call_id": item["id"]} if item["type"] == "function_call_output" else item for item in items]
 
     return mutant
 
@@ -83,5 +93,12 @@ TOOL_MUTANTS = (
         "the arguments of a call go to another call of the same answer",
         replaced(GrowingCalls, "grow", _grow_the_first),
         shows="the model's is|the chunks give",
+    ),
+    Mutant(
+        "F94",
+        "the result of a call is sent under the id of its own item",
+        replaced(conversations, "items_of", _name_the_item),
+        shows="the client's history is",
+        machine="ClientMachine",
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -63,23 +64,22 @@ def check_text(
         check_seen(images)
     room = LIMITS.max_model_len - len(prompt)
     length = min(room, params.max_tokens or room)
-    stop = () if reason is FinishReason.ABORT else params.stop  # an abort gives the text that may begin one
-    grammar = None if tools is None else tools.grammar
-    expected = reference(
+    answer = functools.partial(
+        reference,
         prompt,
         length,
-        stop,
         ignore_eos=params.ignore_eos,
         min_tokens=params.min_tokens,
         images=images,
-        grammar=grammar,
+        grammar=None if tools is None else tools.grammar,
     )
-    found = parts_in(text, completion.tool_calls)
+    expected, found = answer(params.stop), parts_in(text, completion.tool_calls)
     if reason is FinishReason.ABORT:
         assert completion.cause in causes, f"aborted by {completion.cause}, there were {causes or 'no causes'}"
-        parts = (expected.text[:length] for length in range(len(expected.text), -1, -1))
-        is_part = any(found == parts_of_answer(tools, part, is_aborted=True) for part in parts)
-        assert is_part, f"{found} is not part of the model's answer {expected.text!r}"
+        free = answer(()).text  # an abort gives the text that may begin a stop string
+        parts = (parts_of_answer(tools, free[:end], is_aborted=True) for end in range(len(free), -1, -1))
+        is_part = found in parts or found == parts_of_answer(tools, expected.text)  # the abort has crossed the end
+        assert is_part, f"{found} is not part of the model's answer {free!r}"
         return
     due, due_reason = parts_of_answer(tools, expected.text), expected.finish_reason
     if due.calls and due_reason is FinishReason.STOP:
