@@ -92,7 +92,7 @@ TOOL_MUTANTS = (
         "F93",
         "the arguments of a call go to another call of the same answer",
         replaced(GrowingCalls, "grow", _grow_the_first),
-        shows="the model's is|the chunks give",
+        shows="comes after the calls|the model's is|the chunks give",
     ),
     Mutant(
         "F94",

@@ -155,8 +155,8 @@ class PowerMachine(EngineMachine):
     def move_in_call(self, which: int, use: str, place: str, way: str) -> None:
         """The same of an answer that has come to a place in a call."""
         reader = self._call_tools(which, use, Style.ALL, SamplingParams(max_tokens=LONGEST))
-        if self._flow_into_call(reader, place):
-            self.coverage.saw(f"{way} {moment_of(place)}, which goes on")
+        if found := self._flow_into_call(reader, place):
+            self.coverage.saw(f"{way} {moment_of(found)}, which goes on")
             self._change_worker(way)
 
     def _change_worker(self, way: str) -> None:

@@ -20,7 +20,7 @@ from trioengine.testing.fuzz.tools import TOOL_USES, Offered, is_json, parts_of
 from trioengine.testing.toy_model import END_OF_TEXT
 
 USES = tuple(name for name, use in TOOL_USES.items() if not use.turns)
-CALLING = ("required", "required of two", "named", "text and call", "call and text", "two calls")
+CALLING = ("required", "required of two", "named", "text and call", "call and text", "two calls", "two calls")
 NEXT = ("", "auto", "auto", "none", "named")  # with the results of calls
 PLACES = ("head", "arguments", "arguments", "behind")  # of a call in an answer
 WAYS_TO_STOP = ("abort", "cancel", "end", "kill", "abort by id")
@@ -44,7 +44,7 @@ class ToolsMachine(GrammarsMachine):
     @property
     def tool_form(self) -> str:
         """The form in which the model writes calls."""
-        return "llama3" if self.variant % 2 else "hermes"
+        return "hermes" if self.variant % 2 else "llama3"
 
     @precondition(lambda self: self.open_holders)
     @recorded(
@@ -85,9 +85,10 @@ class ToolsMachine(GrammarsMachine):
         """A request is stopped at a place in a call, or its worker dies there; if it gets to none, it goes on."""
         params = SamplingParams(max_tokens=LONGEST)
         reader = self._call_tools(which, use, Style.ALL, params, keep_partial=keep_partial)
-        if not self._flow_into_call(reader, place) or self.worker is None:
+        found = self._flow_into_call(reader, place)
+        if not found or self.worker is None:
             return
-        self.coverage.saw(f"{what} {moment_of(place)}")
+        self.coverage.saw(f"{what} {moment_of(found)}")
         if what == "kill":
             self._kill(0)
         else:
@@ -143,14 +144,16 @@ class ToolsMachine(GrammarsMachine):
             which, style, params, prompt="a", keep_partial=keep_partial, timeout=timeout, tools=self._offered(use)
         )
 
-    def _flow_into_call(self, reader: Reader, place: str) -> bool:
+    def _flow_into_call(self, reader: Reader, place: str) -> str:
+        """The place to which the answer has come, this one or the next that it shows; "" if it gets to none."""
         for _ in range(MOST_ROUNDS):
             if reader.over or self.worker is None:
-                return False
-            if _place_of(reader, self.tool_form) == place:
-                return reader.generation is not None and reader.generation.outcome is None
+                return ""
+            found = _place_of(reader, self.tool_form)
+            if found and _ORDER.index(found) >= _ORDER.index(place):
+                return found if reader.generation is not None and reader.generation.outcome is None else ""
             self._flow(1)
-        return False
+        return ""
 
     @property
     def _called_holders(self) -> list[SessionHolder]:
@@ -171,12 +174,15 @@ def moment_of(place: str) -> str:
     return "behind a call" if place == "behind" else f"in the {place} of a call"
 
 
+_ORDER = ("head", "arguments", "behind")
+
+
 def _place_of(reader: Reader, form: str) -> str:
-    """Where an answer has come to: "text", or a place in its latest call."""
+    """Where an answer has come to in its latest call; "" before the first one."""
     ids = [token for chunk in reader.chunks for token in chunk.token_ids]
     answer = "".join(chr(token) for token in ids if token < END_OF_TEXT)
     begins = len(answer) > len(parts_of(answer, form, is_aborted=True).text)
     calls = parts_of(answer, form).calls
     if not calls:
-        return "head" if begins else "text"
+        return "head" if begins else ""
     return "behind" if is_json(calls[-1].arguments) else "arguments"
