@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from trioengine.core.errors import ModelError
 from trioengine.core.grammar import Grammar, GrammarFailed
@@ -407,21 +407,14 @@ class _FailingTokenizer(Tokenizer):
         return super().encode_pieces(text, restore)
 
 
-def read_toy_model(
-    path: Path,
-    context_length: int,
-    *,
-    images: bool = False,
-    prints_tools: bool = False,
-    tool_form: str = "hermes",
-    unpreparable: str | None = None,
-) -> ModelInfo:
-    """The toy at the path. Raises ModelError where its name begins with `other`, which stands for another model."""
+def read_toy_model(path: Path, context_length: int, **options: Any) -> ModelInfo:
+    """The toy at the path, with the options of `toy_model`.
+
+    Raises ModelError where its name begins with `other`, which stands for another model.
+    """
     if path.name.startswith("other"):
         raise ModelError(f"{path}: another architecture")
-    return toy_model(
-        context_length, images=images, prints_tools=prints_tools, tool_form=tool_form, unpreparable=unpreparable
-    )
+    return toy_model(context_length, **options)
 
 
 @cache
