@@ -55,7 +55,7 @@ REACHED = {
         "a reader of the states missed some",
         "a resumed request resent its images",
         "sleep with a parked request",
-        *(f"{way} in the arguments of a call, which goes on" for way in ("kill", "sleep", "update")),
+        "kill in the arguments of a call, which goes on",
     },
     "EngineMachine": OF_CALLS
     | {
