@@ -81,8 +81,8 @@ class ClientToolsMachine(ClientEnvironment):
     def answer_calls(self, which: int, use: str, later: str, prompt: str, is_reversed: bool, max_tokens: int) -> None:
         """The results of calls go back; of a session's latest turn, or else of a request that is made first."""
         if not self._called_holders:
-            params, tools = SamplingParams(max_tokens=LONGEST), self._offered(use)
-            self._read(which, Style.ALL, params, prompt="a", tools=tools)
+            params = SamplingParams(max_tokens=LONGEST)
+            self._read(which, Style.ALL, params, prompt="a", tools=self._offered(use))
             self._settle()
         if not self._called_holders:  # its answer was cut, or failed
             return

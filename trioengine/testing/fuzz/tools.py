@@ -163,7 +163,8 @@ def parts_of(answer: str, form: str, *, is_aborted: bool = False) -> Parts:
 
     The beginning of a call without arguments is text, unless the answer was aborted.
     """
-    text, calls, rest = "", [], answer
+    calls: list[Call] = []
+    text, rest = "", answer
     while (begin := _BEGIN[form].search(rest)) is not None:
         head = _CALL_HEAD.match(rest, begin.end())
         if head is None and is_aborted and not (form == "hermes" and _TAG in rest[begin.end() :]):
