@@ -88,7 +88,7 @@ def check_answer(
 
 
 def check_parts(completion: Completion, answer: str, tools: Offered | None) -> None:
-    """The text and the calls are those of this answer of the model's; the end of an abort is left out where it must."""
+    """The model's answer gives this text and these calls; the end of an abort is left out where it must be."""
     found = parts_in(completion.text, completion.tool_calls)
     is_aborted = completion.finish_reason is FinishReason.ABORT
     due = parts_of_answer(tools, answer, is_aborted=is_aborted)
