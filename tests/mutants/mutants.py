@@ -21,6 +21,7 @@ from resume_mutants import RESUME_MUTANTS
 from server_mutants import SERVER_MUTANTS
 from session_mutants import SESSION_MUTANTS
 from text_mutants import TEXT_MUTANTS
+from tool_mutants import TOOL_MUTANTS
 from worker_mutants import WORKER_MUTANTS
 
 
@@ -40,6 +41,7 @@ _AROUND_IT = (
     *CLIENT_MUTANTS,
     *GRAMMAR_MUTANTS,
     *CHOICE_MUTANTS,
+    *TOOL_MUTANTS,
 )
 _ALL = (*_OF_THE_ENGINE, *_AROUND_IT)
 MUTANTS: dict[str, Mutant] = {mutant.id: mutant for mutant in sorted(_ALL, key=_row)}

@@ -271,6 +271,22 @@ FALSE_ALARMS = {
         ],
         2,
     ),
+    "the body of a client and its `on_state` raise in the same pass": (
+        "ClientMachine",
+        [
+            ("begin", {"ready": False, "sessions": 2, "turns": 0, "history": 0}),
+            ("tick", {"passes": 1, "order": 0}),
+            ("leave_client", {"how": "dislike"}),
+            ("open_called", {"which": 0}),
+            ("tick", {"passes": 2, "order": 0}),
+            ("flow", {"rounds": 6}),
+            ("reorder", {"seed": 188}),
+            ("tick", {"passes": 2, "order": 1}),
+            ("flow", {"rounds": 7}),
+            ("leave_client", {"how": "raise"}),
+        ],
+        2,
+    ),
 }
 
 

@@ -48,14 +48,20 @@ IMAGE_MOMENTS = (
     "with payloads in the socket",
     "while it is parked",
 )
+OF_CALLS = frozenset({"a call is answered", "several calls are answered"})
 REACHED = {
     "PowerMachine": TABLE_STATES - OUT_OF_REACH
     | {
         "a reader of the states missed some",
         "a resumed request resent its images",
         "sleep with a parked request",
+        "kill in the arguments of a call, which goes on",
     },
-    "EngineMachine": {
+    "EngineMachine": OF_CALLS
+    | {
+        *(f"{what} in the arguments of a call" for what in ("abort", "cancel", "end", "kill")),
+        "abort behind a call",
+        "abort in the head of a call",
         *(f"{what} {moment}" for what in ("abort", "cancel") for moment in MOMENTS),
         *(f"{what} {moment}" for what in ("abort", "cancel") for moment in IMAGE_MOMENTS),
         *(f"{what} crosses the finish" for what in ("abort", "cancel", "end")),
@@ -115,7 +121,9 @@ REACHED = {
     },
     "ClientMachine": WHILE_A_RESPONSE_IS_ACTIVE
     | MORE_THAN_THERE_IS_ROOM_FOR
+    | OF_CALLS
     | {
+        *(f"{what} in the arguments of a call" for what in ("abort", "cancel", "kill")),
         *(f"{how} a client with requests" for how in ("leave", "raise", "cancel", "dislike")),
         *(f"{how} a session with a request" for how in ("leave", "cancel", "end")),
         "a history is replaced in the middle of a request",

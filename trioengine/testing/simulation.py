@@ -73,6 +73,7 @@ class Simulation:
         self.num_failed_seals = 0
         self.observers: list[WorkerObserver] = []  # of all workers
         self.prints_tools = False  # the chat template
+        self.tool_form = "hermes"  # of the model
         self.unpreparable: str | None = None  # prompts that contain this text cannot be tokenized
         self.poisoned: dict[int, int] = {}  # requests that kill each worker, and how many tokens they get before
         self._thread_threshold = thread_threshold
@@ -139,6 +140,7 @@ class Simulation:
             self.limits.max_model_len,
             images=images,
             prints_tools=self.prints_tools,
+            tool_form=self.tool_form,
             unpreparable=self.unpreparable,
         )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from trioengine.core.errors import ModelError
 from trioengine.core.grammar import Grammar, GrammarFailed
@@ -407,28 +407,29 @@ class _FailingTokenizer(Tokenizer):
         return super().encode_pieces(text, restore)
 
 
-def read_toy_model(
-    path: Path,
-    context_length: int,
-    *,
-    images: bool = False,
-    prints_tools: bool = False,
-    unpreparable: str | None = None,
-) -> ModelInfo:
-    """The toy at the path. Raises ModelError where its name begins with `other`, which stands for another model."""
+def read_toy_model(path: Path, context_length: int, **options: Any) -> ModelInfo:
+    """The toy at the path, with the options of `toy_model`.
+
+    Raises ModelError where its name begins with `other`, which stands for another model.
+    """
     if path.name.startswith("other"):
         raise ModelError(f"{path}: another architecture")
-    return toy_model(context_length, images=images, prints_tools=prints_tools, unpreparable=unpreparable)
+    return toy_model(context_length, **options)
 
 
 @cache
 def toy_model(
-    context_length: int = 512, *, images: bool = False, prints_tools: bool = False, unpreparable: str | None = None
+    context_length: int = 512,
+    *,
+    images: bool = False,
+    prints_tools: bool = False,
+    tool_form: str = "hermes",
+    unpreparable: str | None = None,
 ) -> ModelInfo:
     """The toy model's files, as `hub.model_files.read_model` would give them; with `images` it takes images.
 
-    With `prints_tools` its chat template prints the names of tools, and calls in the history. Its tokenizer
-    raises PreparationFailed for texts that contain `unpreparable`.
+    With `prints_tools` its chat template prints the names of tools, and calls in the history; `tool_form` is that of
+    the calls in its answers. Its tokenizer raises PreparationFailed for texts that contain `unpreparable`.
     """
     processing = TOY_PROCESSING if images else None
     tokenizer = (Tokenizer if unpreparable is None else _FailingTokenizer).from_json(tokenizer_json(processing))
@@ -441,7 +442,7 @@ def toy_model(
         context_length=context_length,
         vocab_size=VOCAB_SIZE + images,
         eos_token_ids=(IM_END, END_OF_TEXT),
-        chat_template=ChatTemplate(toy_template(images=images, prints_tools=prints_tools)),
+        chat_template=ChatTemplate(toy_template(images=images, prints_tools=prints_tools, tool_form=tool_form)),
         tokenizer=tokenizer,
         images=processing,
     )

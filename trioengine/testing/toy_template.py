@@ -21,8 +21,10 @@ _CALLS = (  # behind the content of their message
     "[{{ call['function']['name'] }} {{ call['function']['arguments'] | tojson }}]{% endfor %}"
 )
 
+_FORMS = {"hermes": "", "llama3": '{# "parameters" #}'}  # comments by which a model's form of calls is known
 
-def toy_template(*, images: bool, prints_tools: bool) -> str:
+
+def toy_template(*, images: bool, prints_tools: bool, tool_form: str) -> str:
     """Return the template of a model that takes images or not, and prints tools and their calls or not."""
-    template = _IMAGE_TEMPLATE if images else CHAT_TEMPLATE
+    template = _FORMS[tool_form] + (_IMAGE_TEMPLATE if images else CHAT_TEMPLATE)
     return _TOOLS + template.replace("<|im_end|>", f"{_CALLS}<|im_end|>", 1) if prints_tools else template

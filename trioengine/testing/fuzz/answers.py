@@ -13,6 +13,7 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Completion, FinishReason
 from trioengine.testing.fuzz.conversations import check_seen
 from trioengine.testing.fuzz.grammars import is_bad, is_complete
+from trioengine.testing.fuzz.tools import Offered, parts_in, parts_of_answer
 from trioengine.testing.toy_grammar import ToyFollower
 from trioengine.testing.toy_model import (
     END_OF_TEXT,
@@ -38,15 +39,19 @@ def check_answer(
     causes: AbstractSet[Cause],
     paths: Sequence[str],
     images: tuple[ToyImage, ...] = (),
+    tools: Offered | None = None,
 ) -> None:
-    """It is the model's; or an abort, by one of the causes that there were, with a part of the model's."""
+    """It is the model's; or an abort, by one of the causes that there were, with a part of the model's.
+
+    With tools it is divided into text and calls.
+    """
     room = max_model_len - len(prompt)
     versions, ids, text = completion.weight_versions, completion.token_ids, completion.text
     assert bool(versions) == bool(ids) and list(versions) == sorted(set(versions)), f"{ids} of the weights {versions}"
     weights = [toy_weights(paths[version]) for version in versions]
     length = min(room, params.max_tokens or room)
     if len(set(weights)) > 1:
-        check_mixed(completion, prompt, weights, images, params, min(params.min_tokens, length))
+        check_mixed(completion, prompt, weights, images, params, min(params.min_tokens, length), tools)
         return
     assert not (ids and is_bad(params.grammar)), f"its grammar cannot be compiled, and it is answered: {text!r}"
     if ids:
@@ -67,27 +72,41 @@ def check_answer(
         assert completion.cause in causes, f"aborted by {completion.cause}, there were {causes or 'no causes'}"
         assert not ids or ids != expected.token_ids, f"the whole answer {text!r} came, and is an abort"
         assert expected.token_ids[: len(ids)] == ids, f"{ids} is not part of the model's answer {expected.token_ids}"
-        shown = "".join(chr(token) for token in ids if token < END_OF_TEXT)
-        assert text == shown, f"the text of an abort is {text!r}, of its tokens {shown!r}"
+        check_parts(completion, "".join(chr(token) for token in ids if token < END_OF_TEXT), tools)
         assert completion.usage.completion_tokens == len(ids), f"counted wrongly: {completion.usage}"
         return
     assert ids == expected.token_ids, f"the answer is {ids}, the model's is {expected.token_ids}"
-    assert text == expected.text, f"the answer is {text!r}, the model's is {expected.text!r}"
-    assert completion.finish_reason is expected.finish_reason, f"{completion.finish_reason}, not {expected}"
+    check_parts(completion, expected.text, tools)
+    has_called = completion.tool_calls and expected.finish_reason is FinishReason.STOP
+    reason = FinishReason.TOOL_CALLS if has_called else expected.finish_reason
+    assert completion.finish_reason is reason, f"{completion.finish_reason}, not {reason}: {expected}"
     assert completion.cause is None, "only an abort has a cause"
     assert not is_bad(params.grammar), "its grammar cannot be compiled, and it has an answer"
-    check_complete(completion, params)
+    check_complete(completion, params, tools)
     usage = completion.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(ids)), f"counted wrongly: {usage}"
 
 
-def check_complete(completion: Completion, params: SamplingParams) -> None:
+def check_parts(completion: Completion, answer: str, tools: Offered | None) -> None:
+    """The model's answer gives this text and these calls; the end of an abort is left out where it must be."""
+    found = parts_in(completion.text, completion.tool_calls)
+    is_aborted = completion.finish_reason is FinishReason.ABORT
+    due = parts_of_answer(tools, answer, is_aborted=is_aborted)
+    name = "the text of an abort" if is_aborted else "the answer"
+    assert found == due, f"{name} is {found}, the model's is {due}, of {answer!r}"
+
+
+def check_complete(completion: Completion, params: SamplingParams, tools: Offered | None) -> None:
     """An answer that was not cut by a limit, a stop string or a stop token is complete by its grammar."""
-    if params.grammar is None or completion.finish_reason is not FinishReason.STOP:
+    if params.grammar is None or completion.finish_reason not in (FinishReason.STOP, FinishReason.TOOL_CALLS):
         return
     ids = completion.token_ids
     text = bytes(token for token in ids if token < END_OF_TEXT).decode("ascii")
-    if ids[-1] not in params.stop_token_ids and not any(stop in text for stop in params.stop):
+    if ids[-1] in params.stop_token_ids or any(stop in text for stop in params.stop):
+        return
+    if tools is not None:
+        tools.check_complete(text)
+    else:
         assert is_complete(params.grammar, text), f"{text!r} has ended, and is not complete by its grammar"
 
 
@@ -113,6 +132,7 @@ def check_mixed(
     images: tuple[ToyImage, ...],
     params: SamplingParams,
     min_tokens: int,
+    tools: Offered | None,
 ) -> None:
     """Check that each token comes from the weights of its time; these changed on the way, in this order."""
     ids = completion.token_ids
@@ -129,7 +149,11 @@ def check_mixed(
         fits = [index for index, each in enumerate(drawn) if each == token]
         possible = {index for index in fits if index >= min(possible)}
         assert possible, f"{ids[at:]} after {at} tokens is of none of the weights that there were"
-    check_complete(completion, params)
+    check_complete(completion, params, tools)
+    if tools is not None and not params.stop:
+        is_hidden = completion.finish_reason is FinishReason.STOP and ids[-1] in params.stop_token_ids
+        shown = ids[:-1] if is_hidden else ids
+        check_parts(completion, "".join(chr(token) for token in shown if token < END_OF_TEXT), tools)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import trio
@@ -29,9 +29,10 @@ from trioengine.core.errors import (
 from trioengine.core.sampling_params import Overflow, SamplingParams
 from trioengine.core.types import Cause, Chunk, Completion
 from trioengine.testing.fuzz import inside
-from trioengine.testing.fuzz.conversations import Turn, check_dropped, content_of, media_of
+from trioengine.testing.fuzz.conversations import Turn, check_dropped, content_of, media_of, messages_of, raw_turn
 from trioengine.testing.fuzz.faults import Life
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, check_not_admitted, check_refused
+from trioengine.testing.fuzz.tools import Offered, joined
 from trioengine.testing.toy_model import PreparationFailed
 
 UNPREPARED = "it cannot be prepared"  # a prompt
@@ -149,6 +150,8 @@ class Reader:
     media: str = ""  # names of pictures
     label: str = ""
     raw: tuple[int, ...] = ()  # token ids, in the place of the prompt
+    tools: Offered | None = None
+    results: tuple[Turn, ...] = ()  # of calls, before the prompt, which may be empty then
     generation: Generation | None = None
     error: EngineError | None = None
     task: trio.lowlevel.Task | None = None
@@ -175,13 +178,14 @@ class Reader:
         try:
             with self.scope:
                 self.generation = session.generate(
-                    self.raw or self.prompt,
+                    self.raw or (messages_of(self.turns) if self.results else self.prompt),
                     self.params,
                     media=media_of(content_of(self.media, self.prompt)),
                     keep_partial=self.keep_partial,
                     timeout=self.timeout,
                     wait=self.wait,
                     label=self.label,
+                    **({} if self.tools is None else self.tools.arguments),
                 )
                 async with self.generation as generation:
                     self.entered = True
@@ -221,7 +225,7 @@ class Reader:
             return
         while (chunk := await self._next(generation)) is not None:
             self.chunks.append(chunk)
-            assert chunk.text or chunk.token_ids, "an empty chunk"
+            assert chunk.text or chunk.token_ids or chunk.tool_calls, "an empty chunk"
             if self.style is Style.FIRST:
                 return
             if self.style is Style.RAISES:
@@ -245,6 +249,22 @@ class Reader:
         assert token_ids == completion.token_ids, "the chunks give other tokens than the completion"
         logprobs = tuple(each for chunk in self.chunks for each in chunk.logprobs or ())
         assert logprobs == (completion.logprobs or ()), "the chunks give other logprobs than the completion"
+        calls = joined(delta for chunk in self.chunks for delta in chunk.tool_calls)
+        assert calls == completion.tool_calls, f"the chunks give {calls}, the completion {completion.tool_calls}"
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns of its prompt."""
+        if self.raw:
+            return (raw_turn(self.raw),)
+        asked = (("user", content_of(self.media, self.prompt)),) if self.prompt or not self.results else ()
+        return (*self.results, *asked)
+
+    @property
+    def answered_params(self) -> SamplingParams:
+        """Its parameters, with the grammar of a call that is forced."""
+        grammar = None if self.tools is None else self.tools.grammar
+        return self.params if grammar is None else replace(self.params, grammar=grammar)
 
     @property
     def is_stalled(self) -> bool:

@@ -4,38 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal, cast
+from typing import Literal
 
 import trio
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
-from trioengine.actors.engine import Engine
-from trioengine.core.errors import ConnectionLost, EngineError, SessionBusy
-from trioengine.core.sampling_params import Overflow, SamplingParams
+from trioengine.core.errors import EngineError, SessionBusy
+from trioengine.core.sampling_params import SamplingParams
 from trioengine.serve.realtime.outbox import SHOWN
 from trioengine.serve.server import ABORT_TIMEOUT
-from trioengine.testing.fuzz import client_oracles, inside, inside_client, inside_payloads, inside_server
+from trioengine.testing.fuzz import client_oracles, inside, inside_client, inside_server
 from trioengine.testing.fuzz.callers import Style, latest_first
 from trioengine.testing.fuzz.client_callers import (
     HISTORIES,
-    LINE,
     Line,
     OneShot,
     RemoteHolder,
-    RemoteReader,
-    User,
     check_error,
-    expect_aborts,
 )
-from trioengine.testing.fuzz.conversations import FILES, Turn, content_of, messages_of
+from trioengine.testing.fuzz.client_environment import BUFFERED, MOST
+from trioengine.testing.fuzz.client_tools_machine import ClientToolsMachine
+from trioengine.testing.fuzz.conversations import FILES, content_of, messages_of
 from trioengine.testing.fuzz.environment import Switch
 from trioengine.testing.fuzz.faults import Harm, Life
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.peers import WHICH
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.promptness import Wait
-from trioengine.testing.fuzz.served import ServedEnvironment
 from trioengine.testing.memory_peer import RemotePeer
 from trioengine.testing.simulated_peer import PeerState
 
@@ -45,26 +41,12 @@ TIMEOUT = st.sampled_from((None, None, 0.5, 8.0))
 ROUNDS = st.sampled_from((0, 0, 0, 6, 9, 14, 20))
 UNPINGED, UNANSWERED = 19.0, 9.0  # seconds without bytes in which a connection, and a handshake, is not lost
 SQUEEZED = 3_000  # bytes, with which a conversation grows no more
-MOST = 4  # sessions and one-shots at once
 ONE_SHOT_STOPS = ("abort a one-shot", "cancel a one-shot")
 STOPS = ("abort", "cancel", "go on", "abort by id", "abort by label", *ONE_SHOT_STOPS)
-LABELS = ("even", "odd")  # of requests
 
 
-class ClientMachine(ServedEnvironment[RemotePeer]):
+class ClientMachine(ClientToolsMachine):
     """Rules are actions of programs that use the library, and faults of their connections."""
-
-    max_buffered_bytes = max_buffered_bytes_with_pictures = 1_000_000  # enough, but for the rule `squeeze`
-    horizon = 150.0  # past the timeouts of connecting, of pings, of sending and of closing, one after the other
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.users: list[User] = []
-        self.holders: list[RemoteHolder] = []
-        self.readers: list[RemoteReader] = []
-        self.one_shots: list[OneShot] = []
-        self.dials: list[str] = []  # the next ones fail in these ways
-        self.is_squeezed = False  # the server, by a rule
 
     @recorded(
         initialize,
@@ -220,19 +202,6 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         """The next connection is refused, or is never there."""
         self.dials = [how]
 
-    async def _dial(self) -> trio.abc.Stream:
-        line = LINE.get()
-        await trio.lowlevel.checkpoint()
-        if self.dials:
-            line.is_undialed = True
-            if self.dials.pop() == "silent":
-                await trio.sleep_forever()
-            raise ConnectionLost("made not to connect")
-        peer = line.dialed()
-        self.clients = [client for client in self.clients if not client.is_over]
-        self._join(peer)
-        return peer.client_stream
-
     @precondition(lambda self: any(client.is_active for client in self.clients) or self.engine.power.asleep)
     @recorded(how=st.sampled_from(("keep", "wake", "wake", "wake", "abort", "wait", "weights", "update")))
     def switch(self, how: Switch | Literal["update"]) -> None:
@@ -240,7 +209,7 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
         self._switch_or_update(how)
 
     @precondition(lambda self: self.clients)
-    @recorded(num_bytes=st.sampled_from((SQUEEZED, 10_000, max_buffered_bytes)))
+    @recorded(num_bytes=st.sampled_from((SQUEEZED, 10_000, BUFFERED)))
     def squeeze(self, num_bytes: int) -> None:
         """The server has room for so many bytes of its clients."""
         self.is_squeezed = num_bytes < self.max_buffered_bytes
@@ -252,118 +221,6 @@ class ClientMachine(ServedEnvironment[RemotePeer]):
             client.silent_since = min(client.silent_since, trio.current_time())
         elif how == "read again":
             client.silent_since = math.inf
-
-    # ---- actions ----------------------------------------------------------------------------------------------------
-
-    def _begin_user(self) -> User:
-        """The user that there is; another one if there is none."""
-        if (user := self.user) is None:
-            user = User(Life(self.faults), self._dial)
-            self.users.append(user)
-            self.loop.start_soon(user.run, name=f"user-{len(self.users)}")
-            self.loop.tick()
-        return user
-
-    def _open(self, wait: bool | None, timeout: float | None, history: tuple[Turn, ...]) -> None:
-        overflow: Overflow = "drop_oldest_turns" if len(self.holders) % 2 else "refuse"
-        user = self._begin_user()
-        holder = RemoteHolder(
-            Life(self.faults),
-            cast("Engine", user.client),  # has the same interface
-            wait,
-            timeout,
-            overflow,
-            history,
-            messages_of(history),
-            faults=self.faults,
-            line=Line(user),
-            histories=[("", history)],
-        )
-        self.holders.append(holder)
-        self.loop.start_soon(holder.run, name=f"holder-{len(self.holders)}")
-
-    def _read(
-        self,
-        which: int,
-        style: Style,
-        params: SamplingParams,
-        *,
-        prompt: str = "to be",
-        keep_partial: bool = False,
-        timeout: float | None = None,
-        wait: bool | None = True,
-        media: str = "",
-    ) -> None:
-        able_first = sorted(self.open_holders, key=lambda each: (not each.line.is_well, each.is_busy))
-        holder = pick(able_first, which)
-        if not which and not holder.line.is_well and self.num_callers < MOST:
-            self._open(True, None, ())
-            return
-        label = pick(LABELS, len(self.readers))
-        reader = RemoteReader(
-            Life(self.faults), holder, prompt, params, style, keep_partial, timeout, wait, media, label
-        )
-        holder.readers.append(reader)
-        self.readers.append(reader)
-        self.loop.start_soon(reader.run, name=f"reader-{len(self.readers)}")
-
-    def _stop(self, reader: RemoteReader, what: str) -> None:
-        generation, client = reader.generation, client_oracles.reader_holder(reader).line.user.client
-        assert client is not None, "there is one"
-        if what == "cancel":
-            reader.scope.cancel()
-        elif what == "go on":
-            reader.go_on.set()
-        elif what == "abort by label":
-            ended = [each for each in self.readers if each.label == reader.label and each.is_abortable(client)]
-            expect_aborts(client, reader.label, ended)
-        elif generation is not None and inside_client.has_id(generation) and (reader.entered or not reader.over):
-            due = [reader] if reader.is_abortable(client) else []
-            if what == "abort":
-                reader.aborted, aborted = True, generation.abort()
-                assert aborted == bool(due), f"abort() returned {aborted} for {generation}"
-                due = []
-            expect_aborts(client, generation.request_id, due)
-
-    def _stop_one_shot(self, which: int, what: str) -> None:
-        running = [call for call in self.one_shots if not call.over]
-        if running:
-            call = pick(running, which)
-            call.abort() if what == "abort a one-shot" else call.scope.cancel()
-
-    # ---- queries ----------------------------------------------------------------------------------------------------
-
-    @property
-    def user(self) -> User | None:
-        """The latest one, unless it leaves."""
-        return self.users[-1] if self.users and not self.users[-1].is_leaving else None
-
-    @property
-    def callers(self) -> list[RemoteHolder | OneShot]:
-        """All with connections of their own."""
-        return [*self.holders, *self.one_shots]
-
-    @property
-    def num_callers(self) -> int:
-        """Sessions and one-shots that are not over."""
-        return sum(not caller.over for caller in self.callers)
-
-    @property
-    def open_holders(self) -> list[RemoteHolder]:
-        return [holder for holder in self.holders if holder.is_open]
-
-    @property
-    def running_readers(self) -> list[RemoteReader]:
-        return [reader for reader in self.readers if not reader.over]
-
-    @property
-    def payloads_wait(self) -> bool:
-        """Whether an event waits for room for its images."""
-        return len(inside_payloads.budget(self.engine).line) > 0
-
-    @property
-    def in_use(self) -> bool:
-        return bool(self.users)
 
     # ---- overrides --------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from typing import Any
 
 import trio
 
@@ -18,12 +20,16 @@ from trioengine.testing.fuzz.answers import reference
 from trioengine.testing.fuzz.callers import Reader
 from trioengine.testing.fuzz.client_callers import OneShot, RemoteHolder, RemoteReader, User, check_error
 from trioengine.testing.fuzz.conversations import (
+    Called,
+    Content,
+    Result,
     Turn,
     chat_content,
     check_seen,
-    content_of,
     is_failed,
     is_refused,
+    outline,
+    outline_of,
     pictures_of,
     prompt_of,
     shortened,
@@ -32,6 +38,7 @@ from trioengine.testing.fuzz.conversations import (
 from trioengine.testing.fuzz.faults import InjectedFaults
 from trioengine.testing.fuzz.inside import SessionActor
 from trioengine.testing.fuzz.promptness import Wait
+from trioengine.testing.fuzz.tools import Offered, parts_in, parts_of_answer
 from trioengine.testing.fuzz.world import LIMITS
 
 MOST_SILENCES = (
@@ -41,26 +48,47 @@ LAST = "~"  # after every id of a response
 
 
 def check_text(
-    completion: Completion, turns: tuple[Turn, ...], params: SamplingParams, causes: AbstractSet[Cause]
+    completion: Completion,
+    turns: tuple[Turn, ...],
+    params: SamplingParams,
+    causes: AbstractSet[Cause],
+    tools: Offered | None = None,
 ) -> None:
-    """The answer is the model's to these turns; or a part of it, by one of the causes that there were."""
-    prompt, images = prompt_of(turns)
+    """The answer is the model's to these turns; or a part of it, by one of the causes that there were.
+
+    With tools it is divided into text and calls.
+    """
+    prompt, images = prompt_of((*_shown(tools), *turns))
     text, reason = completion.text, completion.finish_reason
     if text:
         check_seen(images)
     room = LIMITS.max_model_len - len(prompt)
     length = min(room, params.max_tokens or room)
-    stop = () if reason is FinishReason.ABORT else params.stop  # an abort gives the text that may begin one
-    expected = reference(
-        prompt, length, stop, ignore_eos=params.ignore_eos, min_tokens=params.min_tokens, images=images
+    answer = functools.partial(
+        reference,
+        prompt,
+        length,
+        ignore_eos=params.ignore_eos,
+        min_tokens=params.min_tokens,
+        images=images,
+        grammar=None if tools is None else tools.grammar,
     )
+    expected, found = answer(params.stop), parts_in(text, completion.tool_calls)
     if reason is FinishReason.ABORT:
         assert completion.cause in causes, f"aborted by {completion.cause}, there were {causes or 'no causes'}"
-        assert expected.text.startswith(text), f"{text!r} is not part of the model's answer {expected.text!r}"
+        free = answer(()).text  # an abort gives the text that may begin a stop string
+        parts = (parts_of_answer(tools, free[:end], is_aborted=True) for end in range(len(free), -1, -1))
+        is_part = found in parts or found == parts_of_answer(tools, expected.text)  # the abort has crossed the end
+        assert is_part, f"{found} is not part of the model's answer {free!r}"
         return
-    assert (text, reason) == (expected.text, expected.finish_reason), (
-        f"the answer is {text!r}, {reason}, the model's is {expected.text!r}, {expected.finish_reason}"
+    due, due_reason = parts_of_answer(tools, expected.text), expected.finish_reason
+    if due.calls and due_reason is FinishReason.STOP:
+        due_reason = FinishReason.TOOL_CALLS
+    assert (found, reason) == (due, due_reason), (
+        f"the answer is {found}, {reason}, the model's is {due}, {due_reason}: {expected.text!r}"
     )
+    if tools is not None and reason is FinishReason.TOOL_CALLS and not params.stop:
+        tools.check_complete(expected.text)
     assert completion.cause is None, "only an abort has a cause"
     usage = completion.usage
     counted = usage.prompt_tokens, usage.completion_tokens
@@ -73,7 +101,7 @@ def check_reader(reader: Reader, faults: InjectedFaults) -> None:
     generation, holder = reader.generation, reader_holder(reader)
     turns, num_dropped = asked(reader)
     if isinstance(reader.error, RequestRejected):
-        _check_rejected(reader.error, turns, faults)
+        _check_rejected(reader.error, turns, faults, reader.tools)
     if generation is None or not reader.entered:
         is_refused = reader.error is not None or reader.scope.cancel_called
         assert is_refused, f"it was not entered, and raised no error: {generation}"
@@ -85,12 +113,12 @@ def check_reader(reader: Reader, faults: InjectedFaults) -> None:
     if (error := outcome.error) is not None:
         assert reader.error is None or repr(reader.error) == repr(error), f"{reader.error!r} instead of {error!r}"
         if isinstance(error, RequestRejected):
-            _check_rejected(error, turns, faults)
+            _check_rejected(error, turns, faults, reader.tools)
         else:
             check_error(error, holder.line, reader.life, faults, wait=reader.wait, deadline=reader.deadline)
         return
     completion = generation.completion
-    check_text(completion, turns, reader.params, faults.causes(reader.life) | reader.causes)
+    check_text(completion, turns, reader.params, faults.causes(reader.life) | reader.causes, reader.tools)
     if outcome.is_complete:
         dropped = completion.dropped_turns
         assert dropped == num_dropped, f"{dropped} turns are dropped, {num_dropped} are too many"
@@ -107,13 +135,15 @@ def check_one_shot(call: OneShot, faults: InjectedFaults) -> None:
         assert call.error is not None or call.scope.cancel_called, "it is over, and has neither answer nor error"
 
 
-def _check_rejected(error: RequestRejected, turns: tuple[Turn, ...], faults: InjectedFaults) -> None:
+def _check_rejected(
+    error: RequestRejected, turns: tuple[Turn, ...], faults: InjectedFaults, tools: Offered | None = None
+) -> None:
     content = turns[-1][1]
     match error.code:
         case "empty_prompt":
             assert not (text_of(content) or pictures_of(content)), f"{content!r} is not empty, and {error!r}"
         case "context_length_exceeded":
-            length = len(prompt_of(turns).token_ids)
+            length = len(prompt_of((*_shown(tools), *turns)).token_ids)
             assert length >= LIMITS.max_model_len, f"the prompt has {length} tokens, and {error!r}"
         case code:
             is_known = is_refused(code, content) or is_failed(code, turns, faults.dropped)
@@ -130,12 +160,22 @@ def check_holder(holder: RemoteHolder) -> None:
     assert session.end_cause is None or holder.gave_up, f"{session} has ended, and was not ended"
     if any(not reader.over or not _is_settled(reader) for reader in holder.readers):
         return
-    found = [(message["role"], message["content"]) for message in session.history]
-    expected = [(role, chat_content(content)) for role, content in committed(holder)]
+    found = [(message["role"], _given_of(message)) for message in session.history]
+    expected = [(role, _as_given(content)) for role, content in committed(holder)]
     may_differ = holder.overflow != "refuse" and (holder.line.is_harmed or session.end_cause is not None)
     if may_differ:  # the server did not get to report the turns that it dropped
         found = found[len(found) - len(expected) :]
     assert found == expected, f"the history is {found}, committed was {expected}"
+
+
+def _given_of(message: Mapping[str, Any]) -> object:
+    """The content of a message in a history, with its calls, or with the id of the call that it answers."""
+    return outline_of(message) if {"tool_calls", "tool_call_id"} & {*message} else message["content"]
+
+
+def _as_given(content: Content) -> object:
+    """The same of a content."""
+    return outline(content) if isinstance(content, Called | Result) else chat_content(content)
 
 
 def check_nothing_left(holder: RemoteHolder) -> None:
@@ -150,7 +190,7 @@ def check_nothing_left(holder: RemoteHolder) -> None:
         assert not unanswered, f"{unanswered} events of {holder.session} are never answered"
 
 
-def check_same(holder: RemoteHolder, items: Mapping[str, list[tuple[str, str, int]]]) -> None:
+def check_same(holder: RemoteHolder, items: Mapping[str, list[inside_client.Outline]]) -> None:
     """At rest, and all calls of a session are over: the server has the client's conversation, and nothing more."""
     if holder.session is None or holder.session.id is None or not (holder.is_open and holder.line.is_well):
         return
@@ -244,8 +284,10 @@ def check_usage(reader: Reader, answers: Sequence[Completion]) -> None:
     if generation is None or generation.outcome is None or not generation.outcome.is_complete:
         return
     usage = generation.completion.usage
+    parts = parts_in(generation.completion.text, generation.completion.tool_calls)
     found = any(
-        usage == replace(each.usage, queue_time=0.0, prefill_time=0.0) and each.text == generation.completion.text
+        usage == replace(each.usage, queue_time=0.0, prefill_time=0.0)
+        and parts_of_answer(reader.tools, each.text) == parts
         for each in answers
     )
     assert found, f"the client has {usage}, the engine {[each.usage for each in answers]}"
@@ -255,8 +297,12 @@ def waits_of_readers(readers: Iterable[RemoteReader], engine: Engine) -> Iterato
     """Requests that are asked again after a refusal, though they are taken by now, or are not to wait any more."""
     is_awake = inside.is_admitting(engine)
     is_free = inside.num_in_flight(engine) < engine.config.max_num_seqs and not inside.num_waiting(engine)
+    going = {session.label for session in inside.sessions(engine) if inside.phase(session) in inside.GOING}
     for reader in readers:
-        is_waiting = not reader.entered and not reader.is_stalled and reader_holder(reader).line.is_well
+        handle = reader_holder(reader).handle
+        # it waits for the first part of its answer
+        is_taken = reader.tools is not None and handle is not None and handle.id in going
+        is_waiting = not (reader.entered or is_taken or reader.is_stalled) and reader_holder(reader).line.is_well
         if is_waiting and (is_free if is_awake else reader.wait is not True):
             seconds = max(engine.config.restart_delays) + 1.0  # the longest that the server names in a refusal
             yield Wait(("client", id(reader), is_awake), seconds, f"it waits: {reader.generation}")
@@ -303,15 +349,15 @@ def _followed(reader: Reader, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     generation = reader.generation
     if generation is None or not reader.entered or generation.outcome is None or generation.outcome.error is not None:
         return turns
-    text = generation.completion.text
-    if not generation.outcome.is_complete and not (reader.keep_partial and text):
+    text, calls = generation.completion.text, generation.completion.tool_calls
+    if not generation.outcome.is_complete and not (reader.keep_partial and (text or calls)):
         return turns
-    _, num_dropped = _given(reader, turns)
-    shown = [turn for turn in turns if _is_shown(turn)]
-    gone = len(shown) - len(_given(reader, turns)[0]) + 1 if num_dropped else 0  # messages, the oldest of those shown
-    dropped = shown[:gone]
-    kept = [turn for turn in turns if not (dropped and turn is dropped[0] and dropped.pop(0))]
-    return (*kept, _prompt(reader), ("assistant", text))
+    given, num_dropped = _given(reader, turns)
+    messages = (*turns, *reader.turns)
+    shown = [turn for turn in messages if _is_shown(turn)]
+    dropped = shown[: len(shown) - len(given)] if num_dropped else []  # the oldest of those shown
+    kept = [turn for turn in messages if not (dropped and turn is dropped[0] and dropped.pop(0))]
+    return (*kept, ("assistant", Called(text, calls) if calls else text))
 
 
 def asked(reader: Reader) -> tuple[tuple[Turn, ...], int]:
@@ -320,15 +366,15 @@ def asked(reader: Reader) -> tuple[tuple[Turn, ...], int]:
 
 
 def _given(reader: Reader, turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], int]:
-    turns = (*(turn for turn in turns if _is_shown(turn)), _prompt(reader))
+    turns = (*(turn for turn in turns if _is_shown(turn)), *reader.turns)
     if reader.holder.overflow == "refuse":
         return turns, 0
     assert reader.params.max_tokens is not None, "the machine's requests are for so many"
-    return shortened(turns, LIMITS.max_model_len, reader.params.max_tokens)
+    return shortened(turns, LIMITS.max_model_len, reader.params.max_tokens, _shown(reader.tools))
 
 
-def _prompt(reader: Reader) -> Turn:
-    return "user", content_of(reader.media, reader.prompt)
+def _shown(tools: Offered | None) -> tuple[Turn, ...]:
+    return () if tools is None else tools.shown
 
 
 def _is_shown(turn: Turn) -> bool:

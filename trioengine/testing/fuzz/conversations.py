@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.image import is_image_part
+from trioengine.core.types import ToolCall
 from trioengine.testing.fuzz import inside_payloads
 from trioengine.testing.toy_model import (
     TOY_PROCESSING,
@@ -82,7 +84,28 @@ class Shown:
     text: str
 
 
-Content: TypeAlias = str | Shown
+@dataclass(frozen=True)
+class Called:
+    """The content of an answer with calls; its text is before them."""
+
+    text: str
+    calls: tuple[ToolCall, ...]
+
+    @property
+    def printed(self) -> str:
+        """As the chat template of the toy model prints it."""
+        return self.text + "".join(f"[{call.name} {json.dumps(json.loads(call.arguments))}]" for call in self.calls)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The content of a message with the result of a call."""
+
+    text: str
+    call_id: str
+
+
+Content: TypeAlias = str | Shown | Called | Result
 Turn: TypeAlias = tuple[str, Content]  # role and content
 RAW = "token ids"  # the role of a turn of raw token ids: each character of its content stands for one
 
@@ -109,8 +132,10 @@ def is_mixed(turns: Iterable[Turn]) -> bool:
 
 
 def text_of(content: Content) -> str:
-    """Its text."""
-    return content.text if isinstance(content, Shown) else content
+    """Its text, with its calls."""
+    if isinstance(content, Called):
+        return content.printed
+    return content if isinstance(content, str) else content.text
 
 
 def pictures_of(content: Content) -> list[Picture]:
@@ -134,20 +159,29 @@ def _medium(picture: Picture) -> ToyPicture | bytes:
 
 def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     """These turns as chat messages."""
-    return [{"role": role, "content": _parts(content)} for role, content in turns]
+    return [{"role": role, **_fields(content)} for role, content in turns]
+
+
+def _fields(content: Content) -> dict[str, Any]:
+    match content:
+        case Called(text, calls):
+            return {"content": text or None, "tool_calls": [call.to_json() for call in calls]}
+        case Result(text, call_id):
+            return {"content": text, "tool_call_id": call_id}
+    return {"content": _parts(content)}
 
 
 def _parts(content: Content) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
+    if not isinstance(content, Shown):
+        return text_of(content)
     images: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in media_of(content)]
     return [*images, {"type": "text", "text": content.text}]
 
 
 def chat_content(content: Content) -> str | list[dict[str, Any]]:
     """The content of a message, as clients of chat completions send it."""
-    if isinstance(content, str):
-        return content
+    if not isinstance(content, Shown):
+        return text_of(content)
     images: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in _urls(content)]
     return [*images, {"type": "text", "text": content.text}]
 
@@ -164,19 +198,32 @@ def _urls(content: Content) -> list[str]:
 
 def outline(content: Content) -> object:
     """The content as far as a history shows it: of a picture its size."""
-    if isinstance(content, str):
-        return content
-    return tuple(picture.size for picture in pictures_of(content)), content.text
+    match content:
+        case Called(text, calls):
+            return text, calls
+        case Result(text, call_id):
+            return text, call_id
+        case Shown(text=text):
+            return tuple(picture.size for picture in pictures_of(content)), text
+    return content
 
 
 def outline_of(message: Mapping[str, Any]) -> object:
     """The same of a message of a history."""
     content = message["content"]
+    if "tool_calls" in message:
+        return content, tuple(_call_of(call) for call in message["tool_calls"])
+    if "tool_call_id" in message:
+        return content, message["tool_call_id"]
     if isinstance(content, str):
         return content
     infos = [part["image"].info for part in content if is_image_part(part)]
     text = "".join(part["text"] for part in content if not is_image_part(part))
     return tuple((info.width, info.height) for info in infos), text
+
+
+def _call_of(call: Mapping[str, Any]) -> ToolCall:
+    return ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
 
 
 _IN_THE_HISTORY = re.compile(r"history\[(\d+)\]\.content\[(\d+)\]")
@@ -262,7 +309,7 @@ def _marked(content: Content) -> str:
     """A byte in the place of each picture."""
     if isinstance(content, Shown):
         return "".join(_BYTES[name] for name in content.pictures) + content.text
-    return content
+    return text_of(content)
 
 
 def prompt_ids(turns: tuple[Turn, ...]) -> tuple[int, ...]:
@@ -270,15 +317,17 @@ def prompt_ids(turns: tuple[Turn, ...]) -> tuple[int, ...]:
     return prompt_of(turns).token_ids
 
 
-def shortened(turns: tuple[Turn, ...], max_model_len: int, max_tokens: int) -> tuple[tuple[Turn, ...], int]:
+def shortened(
+    turns: tuple[Turn, ...], max_model_len: int, max_tokens: int, before: tuple[Turn, ...] = ()
+) -> tuple[tuple[Turn, ...], int]:
     """The messages without the fewest oldest turns, so that there is room for the answer; and how many these are.
 
-    If that is not enough, all but the newest turn are left out.
+    If that is not enough, all but the newest turn are left out. `before` comes before the messages in the prompt.
     """
     first = next((index for index, (role, _) in enumerate(turns) if role != "system"), len(turns))
     starts = [index for index, (role, _) in enumerate(turns) if index == first or (index > first and role == "user")]
     kept = [(*turns[:first], *turns[start:]) for start in starts] or [turns]
     room = min(max_tokens, max_model_len // 2)
-    fitting = (count for count, each in enumerate(kept) if len(prompt_ids(each)) + room <= max_model_len)
+    fitting = (count for count, each in enumerate(kept) if len(prompt_ids((*before, *each))) + room <= max_model_len)
     count = next(fitting, len(kept) - 1)
     return kept[count], count

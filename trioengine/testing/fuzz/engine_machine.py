@@ -24,10 +24,10 @@ from trioengine.testing.fuzz.conversations import (
     pictures_of,
     prompt_ids,
 )
-from trioengine.testing.fuzz.grammars_machine import GrammarsMachine
 from trioengine.testing.fuzz.oracles import asked, committed
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.sessions_machine import TURN_LENGTHS, WAIT, WHICH, raw_ids
+from trioengine.testing.fuzz.tools_machine import ToolsMachine
 from trioengine.testing.fuzz.world import CONFIG
 
 TURNS_TO_PARK = 3  # of the worker, in which it takes a session and its request
@@ -47,7 +47,7 @@ HISTORIES: tuple[tuple[Turn, ...], ...] = (
 )
 
 
-class EngineMachine(GrammarsMachine):
+class EngineMachine(ToolsMachine):
     """Rules are actions of the outside world; their arguments choose among the objects that exist.
 
     Requests in flight fail with their worker; in the machines built on it, and for servers, they go on.

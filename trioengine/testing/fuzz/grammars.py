@@ -74,12 +74,12 @@ GRAMMARS: Mapping[str, FuzzGrammar] = {
 }
 NAMES = (*("choice", "words", "words", "words", "object", "object", "nested"), "unknown rule", "unknown token")
 GOOD = ("words", "words", "object", "nested")
-_OF = {each.grammar: each for each in GRAMMARS.values()}
+_OF: Mapping[Grammar | None, FuzzGrammar] = {each.grammar: each for each in GRAMMARS.values()}
 
 
 def is_bad(grammar: Grammar | None) -> bool:
-    """Whether a request with it is refused with the code `invalid_grammar`."""
-    return grammar is not None and _OF[grammar].is_bad
+    """Whether a request with it is refused with the code `invalid_grammar`; those that stand for tools are not."""
+    return grammar in _OF and _OF[grammar].is_bad
 
 
 def is_complete(grammar: Grammar, text: str) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from wsproto import frame_protocol, utilities
 
@@ -38,13 +38,26 @@ def num_unanswered(session: object) -> int:
     return len(posts._unsent) + len(posts._unanswered)
 
 
-def outlines(session: object) -> list[tuple[str, str, int]] | None:
-    """The role, the text and the number of images of each message; None if the server has refused some."""
+Outline: TypeAlias = tuple[str, str, int, str]
+
+
+def outlines(session: object) -> list[Outline] | None:
+    """The items of the conversation; None if the server has refused some.
+
+    Each has its role, its text, the number of its images, and the id of a call.
+    """
     conversation = _proxy(session).conversation
     if conversation._refusal is not None:
         return None
-    parts = [(message["role"], _parts_of(message["content"])) for message in conversation.messages]
-    return [(role, "".join(texts), num_images) for role, (texts, num_images) in parts]
+    return [outline for message in conversation.messages for outline in _outlines(message)]
+
+
+def _outlines(message: Mapping[str, Any]) -> Iterator[Outline]:
+    (texts, num_images), calls = _parts_of(message["content"]), message.get("tool_calls", ())
+    if texts != [""] or not calls:
+        yield message["role"], "".join(texts), num_images, message.get("tool_call_id", "")
+    for call in calls:
+        yield message["role"], call["function"]["arguments"], 0, call["id"]
 
 
 def _parts_of(content: Any) -> tuple[list[str], int]:

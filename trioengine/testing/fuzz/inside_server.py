@@ -86,20 +86,22 @@ def num_held_bytes(connection: RealtimeConnection) -> int:
     return connection._held.num_bytes - connection._outbox._size - connection._outbox._sent_size
 
 
-def outlines(connection: RealtimeConnection) -> list[tuple[str, str, int]]:
-    """The role, the text and the number of images of each item of a conversation."""
+def outlines(connection: RealtimeConnection) -> list[tuple[str, str, int, str]]:
+    """The role, the text, the number of images and the id of a call of each item; a call that was cut is empty."""
     items = (connection._items._items[id] for id in connection._items._order)
     return [(item.role.value, *_outline(item)) for item in items]
 
 
-def _outline(item: Item) -> tuple[str, int]:
+def _outline(item: Item) -> tuple[str, int, str]:
     match item:
         case MessageItem():
-            return item.text, len(item.parts) - len(item.texts)
+            return item.text, len(item.parts) - len(item.texts), ""
+        case FunctionCallItem() if item.is_empty:  # it was cut
+            return "", 0, ""
         case FunctionCallItem():
-            return item.arguments, 0
+            return item.arguments, 0, item.call_id
     assert isinstance(item, FunctionCallOutputItem), f"an item of another kind: {item}"
-    return item.output, 0
+    return item.output, 0, item.call_id
 
 
 def item_payloads(connection: RealtimeConnection) -> Iterator[Payload]:

@@ -24,15 +24,15 @@ from trioengine.core.errors import (
     WorkerLost,
 )
 from trioengine.core.lifecycle import Phase, Power
-from trioengine.core.types import Cause, FinishReason
+from trioengine.core.types import Cause, Completion, FinishReason
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.answers import check_answer
 from trioengine.testing.fuzz.callers import UNPREPARED, Call, Reader, SessionHolder
 from trioengine.testing.fuzz.conversations import (
     RAW,
+    Called,
     Turn,
     check_failed_image,
-    content_of,
     is_mixed,
     is_refused,
     outline,
@@ -145,7 +145,7 @@ def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults, req
     turns, dropped_turns = asked(reader, _committed_before(reader, generation.request_id))
     if not inside.num_tokens(generation):
         turns = _computable(turns)
-    prompt, images = prompt_of(turns)
+    prompt, images = prompt_of((*_tools_of(reader), *turns))
     if outcome.finish_reason is FinishReason.ERROR:
         found, expected = repr(reader.error), repr(outcome.error)
         assert reader.error is None or found == expected, f"{found} instead of {expected}"
@@ -165,7 +165,8 @@ def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults, req
                 assert isinstance(error, EngineClosed), f"a request ends with {expected}"
                 assert faults.closing, f"the engine was not closed, and {expected}"
         return
-    check_answer(generation.completion, prompt, reader.params, max_model_len, causes, faults.paths, images)
+    params = reader.answered_params
+    check_answer(generation.completion, prompt, params, max_model_len, causes, faults.paths, images, reader.tools)
     if generation.completion.token_ids:
         found_turns = generation.completion.dropped_turns
         assert found_turns == dropped_turns, f"{found_turns} turns are dropped, {dropped_turns} are too many"
@@ -188,7 +189,8 @@ def _check_refusal(reader: Reader, max_model_len: int, faults: InjectedFaults) -
         case None if reader.prompt != UNPREPARED:
             assert reader.scope.cancel_called, f"it was not entered, and raised no error: {reader.generation}"
         case RequestRejected(code="empty_prompt"):
-            assert not (reader.prompt or reader.media), f"{reader.prompt!r} is not empty, and {error!r}"
+            is_empty = not (reader.prompt or reader.media or reader.results)
+            assert is_empty, f"{reader.turns!r} is not empty, and {error!r}"
         case RequestRejected():
             assert reader.generation is not None, "it was reserved, and then refused"
             turns, _ = asked(reader, _committed_before(reader, reader.generation.request_id))
@@ -198,7 +200,7 @@ def _check_refusal(reader: Reader, max_model_len: int, faults: InjectedFaults) -
             if error.code == "invalid_grammar":
                 assert is_bad(reader.params.grammar), f"its grammar can be compiled, and {error!r}"
                 return
-            length = len(prompt_ids(_computable(turns)))
+            length = len(prompt_ids((*_tools_of(reader), *_computable(turns))))
             if error.code == "image_dropped" or is_refused(error.code, turns[-1][1]):
                 return  # the one is judged where it was raised
             assert length >= max_model_len, f"the prompt has {length} tokens, and {error!r}"
@@ -340,7 +342,7 @@ def num_prompt_tokens(reader: Reader) -> int:
     """The tokens of a request's prompt, which was entered."""
     assert reader.generation is not None, "it was entered"
     turns, _ = asked(reader, _committed_before(reader, reader.generation.request_id))
-    return len(prompt_ids(_computable(turns)))
+    return len(prompt_ids((*_tools_of(reader), *_computable(turns))))
 
 
 def _computable(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
@@ -371,21 +373,34 @@ def _followed(reader: Reader, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     if generation is None or not reader.entered or generation.outcome is None:
         return turns
     at_leaving = reader.outcome_at_leaving if reader.left else generation.outcome
-    finished = at_leaving is not None and at_leaving.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    finished = at_leaving is not None and at_leaving.is_complete
     aborted = generation.outcome.finish_reason is FinishReason.ABORT
-    if not finished and not (aborted and reader.keep_partial and generation.completion.token_ids):
+    if not finished and not (aborted and reader.keep_partial and _has_answer(reader, generation.completion)):
         return turns
     prompt, _ = asked(reader, turns)
     completion = generation.completion
-    return (*prompt, raw_turn(completion.token_ids) if reader.raw else ("assistant", completion.text))
+    calls = completion.tool_calls
+    content = Called(completion.text, calls) if calls else completion.text
+    return (*prompt, raw_turn(completion.token_ids) if reader.raw else ("assistant", content))
+
+
+def _has_answer(reader: Reader, completion: Completion) -> bool:
+    """Whether an aborted answer can be kept; with tools it has text or a whole call."""
+    is_divided = reader.tools is not None and reader.tools.shown
+    return bool(completion.text or completion.tool_calls if is_divided else completion.token_ids)
+
+
+def _tools_of(reader: Reader) -> tuple[Turn, ...]:
+    """The tools of a request, as a turn before its conversation."""
+    return () if reader.tools is None else reader.tools.shown
 
 
 def asked(reader: Reader, turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], int]:
     """The conversation with the prompt of the request, and how many of the oldest turns it had to drop."""
     holder = reader.holder
-    turns = (*turns, raw_turn(reader.raw) if reader.raw else ("user", content_of(reader.media, reader.prompt)))
+    turns = (*turns, *reader.turns)
     if holder.overflow == "refuse" or any(role == RAW for role, _ in turns):
         return turns, 0
     max_tokens = reader.params.max_tokens
     assert max_tokens is not None, "the machine's requests are for so many"
-    return shortened(turns, holder.engine.limits.max_model_len, max_tokens)
+    return shortened(turns, holder.engine.limits.max_model_len, max_tokens, _tools_of(reader))

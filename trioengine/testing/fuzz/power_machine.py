@@ -27,6 +27,7 @@ from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.promptness import Wait
 from trioengine.testing.fuzz.sessions_machine import WHICH
 from trioengine.testing.fuzz.state_readers import StateLog, StateReader
+from trioengine.testing.fuzz.tools_machine import CALLING, LONGEST, PLACES, moment_of
 from trioengine.testing.fuzz.world import CONFIG
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.toy_model import TOY_PATH
@@ -142,6 +143,24 @@ class PowerMachine(EngineMachine):
         """An answer that follows a grammar goes on with another worker, after a sleep, or with other weights."""
         self._read(which, Style.ALL, SamplingParams(max_tokens=40, grammar=GRAMMARS[grammar].grammar))
         self._flow(rounds)
+        self._change_worker(way)
+
+    @precondition(lambda self: self.idle_holders and self.engine.state is Power.AWAKE)
+    @recorded(
+        which=st.integers(0, 2),
+        use=st.sampled_from(CALLING),
+        place=st.sampled_from(PLACES),
+        way=st.sampled_from(("kill", "kill", "sleep", "update")),
+    )
+    def move_in_call(self, which: int, use: str, place: str, way: str) -> None:
+        """The same of an answer that has come to a place in a call."""
+        reader = self._call_tools(which, use, Style.ALL, SamplingParams(max_tokens=LONGEST))
+        if found := self._flow_into_call(reader, place):
+            self.coverage.saw(f"{way} {moment_of(found)}, which goes on")
+            self._change_worker(way)
+
+    def _change_worker(self, way: str) -> None:
+        """An answer has to go on with another worker, or with other weights."""
         match way:
             case "kill" if self.worker is not None:
                 self._kill(0)

@@ -58,6 +58,7 @@ from trioengine.testing.fuzz.oracles import (
 )
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, FOR_AN_AUDIT, check_refused
+from trioengine.testing.fuzz.tools import Offered
 from trioengine.testing.fuzz.usage_log import UsageLog
 from trioengine.testing.fuzz.world import LIMITS, MORE_VARIANTS
 from trioengine.testing.simulated_worker import Health
@@ -266,6 +267,8 @@ class SessionsMachine(CallsMachine):
         timeout: float | None = None,
         wait: bool | None = True,
         media: str = "",
+        tools: Offered | None = None,
+        results: tuple[Turn, ...] = (),
     ) -> Reader:
         idle = self.idle_holders
         holder = pick(idle if which < 3 and idle else self.open_holders, which)
@@ -278,7 +281,9 @@ class SessionsMachine(CallsMachine):
         )
         label = f"reader {number // 4}"  # four share one
         reader = Reader(
-            Life(self.faults), holder, prompt, params, style, keep_partial, timeout, wait, media, label, raw
+            *(Life(self.faults), holder, prompt, params, style, keep_partial, timeout, wait, media, label, raw),
+            tools=tools,
+            results=results,
         )
         holder.readers.append(reader)
         self.readers.append(reader)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from trioengine.core.grammar import Grammar
+from trioengine.core.types import ToolCall, ToolCallDelta
 from trioengine.testing.fuzz.conversations import Turn
 from trioengine.text.tool_calls import FORMS
 
@@ -133,10 +134,12 @@ class Parts(NamedTuple):
 
 
 _BEGIN = {"hermes": re.compile(r"<tool_call>\s*"), "json": re.compile(r"\A[;\s]*(?=\{)")}
-_CALL_HEAD = re.compile(r'\{"name": ?"(\w)", ?"arguments": ?(?=\{)')
+_BEGIN["llama3"] = _BEGIN["json"]
+_CALL_HEAD = re.compile(r'\{"name": ?"(\w)", ?"(?:arguments|parameters)": ?(?=\{)')
 _TAG = "</tool_call>"
 _CUT_TAG = "|".join(rf"{_TAG[:length]}\Z" for length in range(len(_TAG)))  # or none, at the end of the answer
 _END = {"hermes": re.compile(rf"\A\}}\s*(?:{_TAG}|{_CUT_TAG})"), "json": re.compile(r"\A\}")}
+_END["llama3"] = _END["json"]
 
 
 def is_json(text: str) -> bool:
@@ -155,14 +158,20 @@ def items_of(answer: str, form: str) -> list[tuple[str, str]]:
     return [*items, *([("message", text)] if text or not items else [])]
 
 
-def parts_of(answer: str, form: str) -> Parts:
-    """Divide a whole answer into text and calls; all but calls is text, and the end of a call may be cut."""
-    text, calls, rest = "", [], answer
+def parts_of(answer: str, form: str, *, is_aborted: bool = False) -> Parts:
+    """Divide an answer into text and calls; all but calls is text, and the end of a call may be cut.
+
+    The beginning of a call without arguments is text, unless the answer was aborted.
+    """
+    calls: list[Call] = []
+    text, rest = "", answer
     while (begin := _BEGIN[form].search(rest)) is not None:
         head = _CALL_HEAD.match(rest, begin.end())
+        if head is None and is_aborted and not (form == "hermes" and _TAG in rest[begin.end() :]):
+            return Parts(text + rest[: begin.start()], tuple(calls))
         if head is None:
             text, rest = text + rest[: begin.end()], rest[begin.end() :]
-            if form == "json":
+            if form != "hermes":
                 break
             continue
         text += rest[: begin.start()]
@@ -174,4 +183,64 @@ def parts_of(answer: str, form: str) -> Parts:
         rest = rest[end:]
         closing = _END[form].match(rest)
         rest = rest[closing.end() :] if closing is not None else rest.removeprefix("}")
-    return Parts(text + rest, tuple(calls))
+    return Parts(text + (rest if rest.strip() or not calls else ""), tuple(calls))
+
+
+@dataclass(frozen=True)
+class Offered:
+    """The tools that a request to an engine offers, and the form in which its model writes calls."""
+
+    use: ToolUse
+    form: str
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The grammar of the answer."""
+        return self.use.grammar(self.form)
+
+    @property
+    def shown(self) -> tuple[Turn, ...]:
+        """As the chat template prints them, before all messages."""
+        return self.use.prompt
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `generate`; a regular expression is a sampling parameter."""
+        return {name: value for name, value in self.use.fields().items() if name != "structured_outputs"}
+
+    def parts(self, answer: str, *, is_aborted: bool = False) -> Parts:
+        """The text of an answer, and the calls in it that are whole."""
+        if self.use.choice == "none":
+            return Parts(answer, ())
+        text, calls = parts_of(answer, self.form, is_aborted=is_aborted)
+        return Parts(text, tuple(call for call in calls if is_json(call.arguments)))
+
+    def check_complete(self, answer: str) -> None:
+        """Check an answer that was not cut, and has a grammar."""
+        if self.use.is_forced:
+            self.use.check(self.parts(answer).calls)
+        if self.use.pattern is not None:
+            assert re.fullmatch(self.use.pattern, answer), f"{answer!r} has ended, and is not {self.use.pattern}"
+
+
+def parts_of_answer(tools: Offered | None, answer: str, *, is_aborted: bool = False) -> Parts:
+    """The text of an answer with tools or not, and the calls in it that are whole."""
+    return Parts(answer, ()) if tools is None else tools.parts(answer, is_aborted=is_aborted)
+
+
+def parts_in(text: str, calls: Iterable[ToolCall]) -> Parts:
+    """The same of a completion with this text and these calls."""
+    return Parts(text, tuple(Call(call.name, call.arguments) for call in calls))
+
+
+def joined(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """The calls that came in these parts, as far as they are whole; each comes after the one before it."""
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        if delta.index == len(calls):
+            calls.append(ToolCall(delta.id, delta.name, ""))
+        assert delta.index == len(calls) - 1, f"{delta} comes after the calls {calls}"
+        call = calls[-1]
+        assert (delta.id, delta.name) == (call.id, call.name), f"{call} goes on as {delta}"
+        calls[-1] = replace(call, arguments=call.arguments + delta.arguments)
+    return tuple(call for call in calls if is_json(call.arguments))
