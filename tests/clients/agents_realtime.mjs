@@ -47,7 +47,7 @@ async function withAgent({ tools = [], toolChoice = "auto" }, body) {
 }
 
 const answer = () => withAgent({}, async (session, next) => {
-  session.sendMessage("What is the capital of France?");
+  session.sendMessage("Name the capital of France.");
   const { text } = await next("response.output_text.done");
   assert.match(text, /Paris/);
   await next("response.done");

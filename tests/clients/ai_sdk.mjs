@@ -14,7 +14,7 @@ const models = { compatible: compatible(MODEL), openai: openai.chat(MODEL) };
 
 const options = { temperature: 0, maxOutputTokens: 64, maxRetries: 0 };
 const oneCall = { trioengine: { parallel_tool_calls: false }, openai: { parallelToolCalls: false } };
-const question = "What is the capital of France?";
+const question = "Name the capital of France.";
 const schema = z.object({ city: z.string().max(20), people: z.number().int().min(0).max(99999999) });
 const weather = (asked) => tool({
   description: "The weather of a city",

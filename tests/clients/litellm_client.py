@@ -7,7 +7,7 @@ from functools import partial
 import litellm
 from report import BASE_URL, MODEL, report
 
-MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+MESSAGES = [{"role": "user", "content": "Name the capital of France."}]
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},

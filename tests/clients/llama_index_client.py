@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from report import BASE_URL, MODEL, report
 
 LOCATION = {"model": MODEL, "api_base": f"{BASE_URL}/v1", "api_key": "none", "max_retries": 0}
-QUESTION = "What is the capital of France?"
+QUESTION = "Name the capital of France."
 
 
 class City(BaseModel):

@@ -9,7 +9,7 @@ from pathlib import Path
 from report import BASE_URL, FOLDER, MODEL, report
 
 USER = Path(FOLDER) / "llm"
-QUESTION = "What is the capital of France?"
+QUESTION = "Name the capital of France."
 MODELS = f"""
 - model_id: local
   model_name: {MODEL}

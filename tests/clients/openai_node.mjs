@@ -6,7 +6,7 @@ import { OpenAIRealtimeWS } from "openai/realtime/ws";
 import { BASE_URL, MODEL, report } from "./report.mjs";
 
 const client = new OpenAI({ baseURL: `${BASE_URL}/v1`, apiKey: "none", maxRetries: 0 });
-const messages = [{ role: "user", content: "What is the capital of France?" }];
+const messages = [{ role: "user", content: "Name the capital of France." }];
 const options = { model: MODEL, temperature: 0, max_completion_tokens: 48 };
 const parameters = { type: "object", properties: { city: { enum: ["Paris", "Rome"] } }, required: ["city"], additionalProperties: false };
 
@@ -75,7 +75,7 @@ async function realtime() {
   const session = { type: "realtime", instructions: "Answer in one sentence.", output_modalities: ["text"], max_output_tokens: 48, temperature: 0 };
   socket.send({ type: "session.update", session });
   await next("session.updated");
-  for (const [question, expected] of [["What is the capital of France?", /Paris/], ["In which country is it?", /./]]) {
+  for (const [question, expected] of [["Name the capital of France.", /Paris/], ["In which country is it?", /./]]) {
     socket.send({ type: "conversation.item.create", item: { type: "message", role: "user", content: [{ type: "input_text", text: question }] } });
     socket.send({ type: "response.create" });
     await next("response.output_text.delta");
