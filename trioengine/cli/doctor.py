@@ -16,22 +16,19 @@ import platform
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import trioengine
 from trioengine import __version__
-from trioengine.core.config import child_environment
+from trioengine.cli.worker_report import WORKER, ReportFailed, worker_report
 from trioengine.core.errors import ModelError
 from trioengine.core.wording import printable
 from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2, KnownModel, trioengine_home
-from trioengine.worker.__main__ import MARK
 
 PACKAGES = ("trio", "trio-websocket", "h11", "msgpack", "tokenizers", "jinja2", "gguf", "safetensors", "numpy", "torch")
-PROBE = (sys.executable, "-P", "-m", "trioengine.worker", "--probe")
+PROBE = (*WORKER, "--probe")
 PROBE_TIMEOUT = 300.0  # seconds; importing torch from a cold disk is slow
 NEEDED_MEMORY = 1 << 30  # bytes; a worker with the default model in float32 takes 0.9 GB, before its KV cache
 FEW_DESCRIPTORS = 1024
@@ -113,44 +110,19 @@ def _version(package: str) -> str | None:
 def check_worker(command: Sequence[str] = PROBE) -> CheckResult:
     """The device, dtype and kernels that a worker would use; blocks for some seconds while torch is imported."""
     try:
-        ended = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=PROBE_TIMEOUT,
-            env=_probe_environment(),
-            check=False,
-        )
+        facts = worker_report(command, PROBE_TIMEOUT)
     except subprocess.TimeoutExpired:
         timeout = fatal(f"importing torch takes longer than {PROBE_TIMEOUT:g} s", "look at the disk")
         return CheckResult(problems=(timeout,))
-    facts = _probed_facts(ended.stdout.decode("utf-8", "replace"))
-    if ended.returncode == 0 and facts is not None:
-        return CheckResult(facts, tuple(_torch_kernel_problems(facts)))
-    stderr = ended.stderr.decode("utf-8", "replace").strip().splitlines()
-    reason = stderr[-1] if stderr else f"exit status {ended.returncode}"
-    if ended.returncode < 0:
-        reason = f"killed by signal {-ended.returncode}"
-    return CheckResult(problems=(fatal(f"a worker cannot start: {reason}", _INSTALL_TORCH),))
+    except ReportFailed as exc:
+        return CheckResult(problems=(fatal(f"a worker cannot start: {exc}", _INSTALL_TORCH),))
+    return CheckResult(facts, tuple(_torch_kernel_problems(facts)))
 
 
 def _torch_kernel_problems(facts: dict[str, Any]) -> Iterator[Problem]:
     if facts["device"] == "cpu" and facts["kernels"] != "native":
         slower = f"torch's kernels are used, which take longer: {facts['no_native_kernels']}"
         yield warning(slower, "install a working g++ (Debian: apt install g++)")
-
-
-def _probe_environment() -> dict[str, str]:
-    """Our environment, without keys, in which a process finds this trioengine package."""
-    package = str(Path(trioengine.__file__).resolve().parent.parent)
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return child_environment(os.environ) | {"PYTHONPATH": path}
-
-
-def _probed_facts(output: str) -> dict[str, Any] | None:
-    lines = [line for line in output.splitlines() if line.startswith(MARK)]
-    facts: dict[str, Any] | None = json.loads(lines[-1].removeprefix(MARK)) if lines else None
-    return facts
 
 
 def check_cores(machine: Machine | None = None) -> CheckResult:

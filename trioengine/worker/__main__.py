@@ -1,6 +1,7 @@
-"""`python -m trioengine.worker`: a worker, started by the supervisor only; with `--probe`, a report for doctor.
+"""`python -m trioengine.worker`: a worker, started by the supervisor only, or a report for another command.
 
-The report comes from a process of its own because torch may be missing, or broken enough to take its process with it.
+`--probe` is for `doctor`, `--roof SECONDS [THREADS]` for `bench roof`. A report comes from a process of its own because
+torch may be missing, or broken enough to take its process with it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from trioengine.core.config import WorkerConfig
     from trioengine.worker.scheduling.sequence import ModelInfo, ModelRunner, OnProgress
 
-MARK = "probe: "  # before the JSON, because libraries also print
+MARK = "report: "  # before the JSON, because libraries also print
 
 _SPIN_COUNT = "4000"  # docs/decisions/017
 
@@ -39,7 +40,7 @@ def _spin_briefly() -> None:
 
 
 def probe() -> None:
-    """Print torch's view of this machine, and a worker's choices of device, dtype and kernels, as JSON after MARK."""
+    """Report torch's view of this machine, and a worker's choices of device, dtype and kernels."""
     import torch
 
     from trioengine.worker.kernels.compiler import KernelsUnavailable
@@ -54,7 +55,7 @@ def probe() -> None:
             no_native_kernels = None
         except KernelsUnavailable as exc:
             no_native_kernels = str(exc)
-    found = {
+    report = {
         "torch": torch.__version__,
         "device": str(device),
         "dtype": str(choose_dtype("auto", device)).removeprefix("torch."),
@@ -69,14 +70,34 @@ def probe() -> None:
             for free, total in [torch.cuda.mem_get_info(index)]
         ],
     }
-    sys.stdout.write(f"\n{MARK}{json.dumps(found)}\n")
+    _write(report)
+
+
+def report_roof(seconds: float, threads: int | None) -> None:
+    """Report the peaks of this machine, each measured for so long."""
+    _spin_briefly()
+    import torch
+
+    from trioengine.worker.roof import measure_roof
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    _write(measure_roof(seconds))
+
+
+def _write(report: object) -> None:
+    sys.stdout.write(f"\n{MARK}{json.dumps(report)}\n")
 
 
 def main() -> int:
-    """Run a worker, or report for doctor; only a worker needs the other packages. Returns the exit status."""
-    if sys.argv[1:] == ["--probe"]:
-        probe()
-        return 0
+    """Run a worker, or report; only a worker needs the other packages. Returns the exit status."""
+    match sys.argv[1:]:
+        case ["--probe"]:
+            probe()
+            return 0
+        case ["--roof", seconds, *threads]:
+            report_roof(float(seconds), int(threads[0]) if threads else None)
+            return 0
     from trioengine.worker.process import run
 
     return run(sys.argv[1:], load)

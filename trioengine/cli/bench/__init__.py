@@ -64,6 +64,22 @@ def offline_command(
     bench_offline(config, requests, prompt_len, output_len, repeat=repeat, as_json=json, structured=structured)
 
 
+@bench_command("roof")
+@with_options()
+def roof_command(
+    seconds: Annotated[float, typer.Option(min=0.001, max=60, help="How long each peak is measured.")] = 1.0,
+    num_threads: Annotated[int | None, typer.Option(min=1, help="Threads; without it torch's choice.")] = None,
+    json: Json = False,
+) -> int:
+    """The peaks of this CPU.
+
+    Memory that is read, and products of integers and floats: the most that a kernel can reach.
+    """
+    from trioengine.cli.bench.roof import bench_roof
+
+    return bench_roof(seconds, num_threads, as_json=json)
+
+
 @bench_command("payload")
 @with_options(ENGINE_OPTIONS)
 def payload_command(

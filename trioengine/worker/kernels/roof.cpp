@@ -1,0 +1,56 @@
+// Loops that do one thing as fast as this machine can: what they reach is the roof of the kernels.
+
+#include "integers.h"
+
+namespace {
+
+constexpr int CHAINS = 8;  // independent sums: enough to hide the latency of an instruction
+
+}  // namespace
+
+extern "C" {
+
+// The sum of all words: memory is read, and nothing else.
+uint32_t read(const uint32_t *data, int64_t count) {
+    uint32_t total = 0;
+#pragma omp parallel for schedule(static) reduction(+ : total)
+    for (int64_t piece = 0; piece < count / (CHAINS * LANES); piece++) {
+        Words words[CHAINS];
+        std::memcpy(words, data + piece * CHAINS * LANES, sizeof words);
+        for (int i = 1; i < CHAINS; i++) words[0] ^= words[i];
+        total += words[0][0];
+    }
+    return total;
+}
+
+// Each of the threads multiplies and adds LANES * CHAINS * 4 codes in each round, from registers.
+int64_t multiply_integers(int64_t rounds, int64_t threads) {
+    int64_t total = 0;
+#pragma omp parallel for schedule(static) reduction(+ : total)
+    for (int64_t thread = 0; thread < threads; thread++) {
+        Ints sums[CHAINS]{};
+        const Bytes weight = Bytes{} + uint8_t(thread + 1);
+        for (int64_t round = 0; round < rounds; round++)
+#pragma GCC unroll 8
+            for (int i = 0; i < CHAINS; i++) sums[i] = dot(sums[i], weight, int32_t(round));
+        for (int i = 0; i < CHAINS; i++) total += sums[i][0];
+    }
+    return total;
+}
+
+// The same of LANES * CHAINS floats.
+double multiply_floats(int64_t rounds, int64_t threads) {
+    double total = 0;
+#pragma omp parallel for schedule(static) reduction(+ : total)
+    for (int64_t thread = 0; thread < threads; thread++) {
+        Floats sums[CHAINS]{};
+        const Floats weight = all(1.0f / float(thread + 2));
+        for (int64_t round = 0; round < rounds; round++)
+#pragma GCC unroll 8
+            for (int i = 0; i < CHAINS; i++) sums[i] = multiply_add(sums[i], weight, all(float(round)));
+        for (int i = 0; i < CHAINS; i++) total += sums[i][0];
+    }
+    return total;
+}
+
+}  // extern "C"

@@ -1,0 +1,57 @@
+"""The peaks of this machine with the worker's threads: the most that a kernel can reach."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from trioengine.worker.kernels.compiler import load_library
+from trioengine.worker.kernels.linear import make_linear
+
+_SOURCE = Path(__file__).parent / "kernels" / "roof.cpp"
+_MEMORY = 256 << 20  # bytes, more than caches hold
+_LANES, _CHAINS = 16, 8  # as in roof.cpp
+_ROUNDS = 200_000
+_ROWS, _INPUTS, _OUTPUTS = 512, 576, 3072  # of a product in the model's dtype
+
+
+def measure_roof(seconds: float) -> dict[str, float]:
+    """Measure each peak for so long, the best of its rounds.
+
+    Returns GB/s of memory that is read, and 10 ** 9 operations a second (a product and its sum are two): of integers of
+    8 bits and floats in registers, and of the library's bfloat16 products of 512 rows. Raises KernelsUnavailable.
+    """
+    native = load_library(_SOURCE, {"ELEMENT": "float"}, ("read", "multiply_integers", "multiply_floats"))
+    native.multiply_floats.restype = ctypes.c_double
+    memory = torch.ones(_MEMORY // 4, dtype=torch.int32)
+    threads, count = torch.get_num_threads(), ctypes.c_int64
+    operations = 2 * _LANES * _CHAINS * _ROUNDS * threads
+    linear = make_linear(torch.randn(_OUTPUTS, _INPUTS).bfloat16())
+    rows = torch.randn(_ROWS, _INPUTS).bfloat16()
+
+    def read() -> None:
+        native.read(ctypes.c_void_p(memory.data_ptr()), count(len(memory)))
+
+    return {
+        "threads": threads,
+        "memory_gb_s": _rate(read, _MEMORY, seconds),
+        "int8_gop_s": _rate(lambda: native.multiply_integers(count(_ROUNDS), count(threads)), 4 * operations, seconds),
+        "float32_gop_s": _rate(lambda: native.multiply_floats(count(_ROUNDS), count(threads)), operations, seconds),
+        "bfloat16_gop_s": _rate(lambda: linear(rows), 2 * _ROWS * _INPUTS * _OUTPUTS, seconds),
+    }
+
+
+def _rate(run: Callable[[], object], amount: float, seconds: float) -> float:
+    """Return 10 ** 9 a second, of the fastest call."""
+    fastest, end = float("inf"), time.perf_counter() + seconds
+    while True:
+        began = time.perf_counter()
+        run()
+        now = time.perf_counter()
+        fastest = min(fastest, now - began)
+        if now >= end:
+            return amount / fastest / 1e9
