@@ -107,6 +107,8 @@ class NativeDecoder:
             raise InvariantError(f"the native decoder got another attention: {attention!r}")
         tokens, size = embeddings.shape
         rows, dtype = batch.output_rows, self._products.dtype
+        if len(rows) > tokens:
+            raise InvariantError(f"a batch of {tokens} tokens has {len(rows)} output rows")
         result = embeddings.new_empty((len(rows), size))
         caches = (_ADDRESS * len(self._layers))(*(address(layer, dtype) for layer in attention.cache.layers))
         step = _Step(
