@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -18,7 +19,7 @@ from trioengine.worker.kernels.linear import GROUP
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.products import IntegerProducts, can_multiply, join_integers, to_integers
 from trioengine.worker.kernels.torch_kernels import TorchKernels
-from trioengine.worker.runner.model_weights import choose_linears
+from trioengine.worker.runner.linear_choice import LinearChoice
 from trioengine.worker.weights import open_checkpoint
 from trioengine.worker.weights.files import read_integers
 
@@ -40,8 +41,14 @@ def stored(kind, rows, columns, seed=0):
 
 
 def make_products(dtype, **macros):
-    """Of a library that is compiled for some model: products do not depend on its shape."""
+    """Use a library that is compiled for some model: products do not depend on its shape."""
     return IntegerProducts(dtype, NativeKernels(*NATIVE, dtype, 16).macros | macros)
+
+
+def dequantized(weight):
+    """[rows, columns] in float32."""
+    groups = (weight.codes.int() - weight.zero).view(len(weight.codes), -1, GROUP) * weight.scales[..., None]
+    return (groups if weight.minima is None else groups + weight.minima[..., None]).flatten(1)
 
 
 def reference(x, values, bias):
@@ -61,7 +68,7 @@ def reference(x, values, bias):
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_lost(kind):
     weight, exact = stored(kind, 48, 96)
-    assert torch.allclose(weight.dequantize(), exact, rtol=1e-6, atol=1e-6)
+    assert torch.allclose(dequantized(weight), exact, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("macros", [{}, {"PORTABLE": 1}], ids=["native", "portable"])
@@ -124,8 +131,8 @@ def test_eight_bits_of_any_weight():
     values = torch.randn(32, 64)
     values[3] = 0
     weight = to_integers(values)
-    assert (weight.dequantize() - values).abs().max() < 0.02
-    assert weight.dequantize()[3].count_nonzero() == 0
+    assert (dequantized(weight) - values).abs().max() < 0.02
+    assert dequantized(weight)[3].count_nonzero() == 0
 
 
 def test_forms_that_cannot_be_joined_or_multiplied():
@@ -139,8 +146,39 @@ def test_forms_that_cannot_be_joined_or_multiplied():
 
 def test_an_input_of_another_dtype_is_refused():
     weight, _ = stored("Q4_0", 32, 64)
-    with pytest.raises(InvariantError, match=r"got torch\.bfloat16"):
+    with pytest.raises(
+        InvariantError, match=r"a product of 64 columns in torch\.float32 got \[1, 64\] in torch\.bfloat16"
+    ):
         make_products(torch.float32).make(weight)(torch.zeros(1, 64).bfloat16())
+    with pytest.raises(InvariantError, match=r"a product of 64 columns in torch\.float32 got \[2, 32\]"):
+        make_products(torch.float32).make(weight)(torch.zeros(2, 32))
+
+
+def test_what_float16_does_not_hold():
+    assert to_integers(torch.full((32, 64), 2000.0)).fits_float16
+    assert not to_integers(torch.full((32, 64), 2100.0)).fits_float16  # the total of a group is 67,200
+    assert not to_integers(torch.full((32, 64), float("nan"))).fits_float16
+    weight, _ = stored("Q4_1", 32, 64)
+    assert weight.fits_float16
+    weight.minima[3, 1] = float("inf")
+    assert not weight.fits_float16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_totals(kind):
+    weight, exact = stored(kind, 48, 96)
+    assert torch.allclose(weight.totals(), exact.view(48, 3, GROUP).sum(dim=-1), atol=1e-4)
+
+
+def test_scratch_is_released():
+    weight, _ = stored("Q4_0", 32, 64)
+    made = make_products(torch.float32)
+    linear, x = made.make(weight), torch.randn(3, 64)
+    before = linear(x)
+    assert made.scratch._tensors
+    made.scratch.release()
+    assert not made.scratch._tensors
+    assert torch.equal(linear(x), before)
 
 
 def test_torch_kernels_are_refused(smollm2):
@@ -170,10 +208,14 @@ def test_weights_of_eight_bits_have_the_same_bits_in_any_batch(tiny_llama, tmp_p
     check_preemption(runner, prompts, lengths)
 
 
-def products_of(quantization="auto", dtype=torch.bfloat16, kernels=None, *, has_integers=True):
+def linears_of(quantization="auto", dtype=torch.bfloat16, kernels=None, *, has_integers=True):
     kernels = kernels or NativeKernels(*NATIVE, dtype, 16)
-    config = WorkerConfig("m.gguf", quantization=quantization)
-    return choose_linears(config, dtype, kernels, has_integers=has_integers).products
+    choice = LinearChoice(WorkerConfig("m.gguf", quantization=quantization), dtype, kernels)
+    return choice.of(SimpleNamespace(has_integers=has_integers))
+
+
+def products_of(*arguments, **options):
+    return linears_of(*arguments, **options).products
 
 
 def test_auto_takes_integers_where_they_are_fast_and_exact_enough(monkeypatch):
@@ -189,9 +231,7 @@ def test_auto_takes_integers_where_they_are_fast_and_exact_enough(monkeypatch):
 
 
 def test_none_makes_neither_integers_nor_four_bits():
-    linears = choose_linears(
-        WorkerConfig("m.gguf", quantization="none"), torch.bfloat16, TorchKernels(9), has_integers=True
-    )
+    linears = linears_of("none")
     assert linears.products is None
     assert linears.takes_four_bit is False
 
@@ -212,6 +252,16 @@ def test_auto_goes_on_without_a_library_that_cannot_be_compiled(monkeypatch, cap
         ModelError, match=r"quantization gguf: g\+\+ fails: there is no memory; choose quantization auto or"
     ):
         products_of("gguf", kernels=kernels)
+
+
+def test_each_checkpoint_that_is_loaded_is_looked_at(monkeypatch):
+    """Also after an update of the weights, as a new worker would."""
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    kernels = NativeKernels(*NATIVE, torch.bfloat16, 16)
+    choice = LinearChoice(WorkerConfig("m.gguf"), torch.bfloat16, kernels)
+    found = [choice.of(SimpleNamespace(has_integers=has)).products for has in (False, True, False, True)]
+    assert [products is not None for products in found] == [False, True, False, True]
+    assert found[1] is found[3]
 
 
 def test_which_checkpoints_have_integers(smollm2, tiny_llama, tmp_path):

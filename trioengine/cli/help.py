@@ -32,7 +32,7 @@ HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
     "payload_memory": "Bytes of images on their way to the worker, or kept for later turns.",
     "num_threads": "Threads of the worker; without it torch's own choice.",
     "kernels": "auto, native (in C++, on a CPU where there is a compiler) or torch.",
-    "quantization": "Products of integers: gguf, for weights stored so; int8, for all; none; auto: gguf where fast.",
+    "quantization": "Products of integers: gguf, of weights stored so; int8, of others too; none; auto: gguf if fast.",
     "batch_invariant": "The same bits whatever shares a step, in bfloat16 as in float32; on a CPU, and slower.",
     "startup_timeout": "Seconds without progress while the worker loads.",
     "step_timeout": "Seconds that one step may take.",

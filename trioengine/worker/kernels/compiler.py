@@ -44,7 +44,7 @@ def find_compiler() -> str | None:
 
 
 def load_library(source: Path, macros: Mapping[str, str | int], functions: Sequence[str] = ()) -> ctypes.CDLL:
-    """The source as a library with these functions, compiled with these macros unless a kept one can be trusted.
+    """Load the source as a library with these functions, compiled with these macros unless a kept one can be trusted.
 
     Raises KernelsUnavailable if it can be neither loaded nor compiled.
     """

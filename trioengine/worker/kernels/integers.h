@@ -1,11 +1,13 @@
-// Matrix products of integers: activations are quantized to 8 bits in groups of 32, between the least and the greatest of
-// a group, and multiplied with the codes of the weights. The sums of a group are integers, hence exact; groups are summed in float32
-// in their order, for every row and in every tile alike. So a row has the same bits whatever rows are beside it, and with
-// any number of threads.
+// Matrix products of integers: activations are quantized to 8 bits in groups of 32, between the least and the greatest
+// of a group, and multiplied with the codes of the weights. The sums of a group are integers, hence exact; groups are
+// summed in float32 in their order, for every row and in every tile alike. So a row has the same bits whatever rows are
+// beside it, and with any number of threads.
 //
-// A weight lies in panels of 16 outputs, of which two at a time are read as one stream: for each group the codes of both,
-// their scales, the totals of the weights, by which offsets are multiplied, and their minima. A group of a panel is 8 steps of 16 outputs x 4 inputs, each step 64 bytes; with 4 bits
-// two steps share them, the first in the low halves.
+// A weight lies in panels of 16 outputs, of which two at a time are read as one stream: for each group the codes of
+// both, their scales, the totals of the weights, by which offsets are multiplied, and their minima. A group of a panel
+// is 8 steps of 16 outputs x 4 inputs, each step 64 bytes; with 4 bits two steps share them, the first in the low halves.
+//
+// With PORTABLE, for tests, no instructions of a CPU are named.
 
 #pragma once
 

@@ -14,7 +14,7 @@ from trioengine.hub.model_config import TextConfig
 from trioengine.worker.kernels import Attention, DecoderLayer, DecoderWeights, RMSNorm
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.native_attention import NativeAttention, address
-from trioengine.worker.kernels.products import ActivationsAddress, IntegerLinear, IntegerProducts, WeightAddress
+from trioengine.worker.kernels.products import ActivationsAddress, IntegerLinear, WeightAddress
 
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -97,10 +97,10 @@ class NativeDecoder:
             _norm(weights.norm),
             config.head_dim**-0.5,
         )
-        outputs, inputs = zip(
-            *((each.out_features, each.in_features) for layer in products for each in layer), strict=True
-        )
-        self._scratch = _DecoderScratch(self._products, config.hidden_size, max(outputs), max(inputs))
+        self._size = config.hidden_size
+        every = [product for layer in products for product in layer]
+        self._wide = max(product.out_features for product in every)  # columns behind a product
+        self._narrow = max(product.in_features for product in every)  # and before it
 
     def forward(self, embeddings: Tensor, batch: ForwardBatch, attention: Attention) -> Tensor:
         if not isinstance(attention, NativeAttention):
@@ -125,9 +125,20 @@ class NativeDecoder:
             address(embeddings, dtype),
             result.data_ptr(),
         )
-        scratch = self._scratch.reserve(tokens)
+        scratch = self._reserve(tokens)
         self._products.native.decode(ctypes.byref(self._decoder), ctypes.byref(step), ctypes.byref(scratch))
         return result
+
+    def _reserve(self, tokens: int) -> _Scratch:
+        """Room for a step with so many tokens."""
+        scratch, dtype = self._products.scratch, self._products.dtype
+        return _Scratch(
+            scratch.reserve_activations(tokens * self._narrow),
+            scratch.reserve("hidden", tokens * self._size, torch.float32),
+            scratch.reserve("selected", tokens * self._size, torch.float32),
+            scratch.reserve("wide", tokens * self._wide, dtype),
+            scratch.reserve("narrow", tokens * self._narrow, dtype),
+        )
 
 
 def _layer(layer: DecoderLayer, products: tuple[IntegerLinear, ...]) -> _Layer:
@@ -137,26 +148,3 @@ def _layer(layer: DecoderLayer, products: tuple[IntegerLinear, ...]) -> _Layer:
 
 def _norm(norm: RMSNorm) -> _Norm:
     return _Norm(address(norm.weight, torch.float32), norm.epsilon)
-
-
-class _DecoderScratch:
-    """Memory for a step; it grows, and is kept for the next one."""
-
-    def __init__(self, products: IntegerProducts, hidden_size: int, wide: int, narrow: int) -> None:
-        """`wide` and `narrow` are the most columns that a product has behind it and before it."""
-        self._products = products
-        self._hidden_size, self._wide, self._narrow = hidden_size, wide, narrow
-        self._tokens = 0
-        self._memory: tuple[Tensor, ...] = ()
-
-    def reserve(self, tokens: int) -> _Scratch:
-        """Make room for a step with so many tokens."""
-        if tokens > self._tokens:
-            dtype = self._products.dtype
-            self._memory = (
-                *(torch.empty((tokens, self._hidden_size)) for _ in range(2)),
-                *(torch.empty((tokens, columns), dtype=dtype) for columns in (self._wide, self._narrow)),
-            )
-            self._tokens = tokens
-        self._products.quantized.reserve(tokens * self._narrow)
-        return _Scratch(self._products.quantized.address, *(each.data_ptr() for each in self._memory))

@@ -6,7 +6,7 @@ A row's result has the same bits whatever other rows a step has, and with any nu
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from trioengine.worker.kernels.linear import GROUP, joined
 
 PANEL = 16  # outputs whose codes lie together
 _PANELS = 2  # that are read together
+_PAIRS = 32  # of panels that are packed at a time
 _SOURCE = Path(__file__).with_name("decoder.cpp")
 _ALIGNMENT = 64  # bytes: a step's codes are one line of the cache
 _LARGEST = 127  # of a code of 8 bits with a sign
@@ -60,15 +61,27 @@ class IntegerWeight:
     zero: int
     bits: int  # 4 or 8
 
-    def dequantize(self) -> Tensor:
-        """[rows, columns] in float32."""
-        groups = (self.codes.int() - self.zero).view(len(self.codes), -1, GROUP) * self.scales[..., None]
-        return (groups if self.minima is None else groups + self.minima[..., None]).flatten(1)
+    @property
+    def fits_float16(self) -> bool:
+        """Whether float16 holds the scales, the minima, and the total of any group's weights."""
+        largest = max(self.zero, (1 << self.bits) - 1 - self.zero) * self.scales.abs()
+        if self.minima is not None:
+            largest = largest + self.minima.abs()
+        return bool((GROUP * largest <= torch.finfo(torch.float16).max).all())  # nan is not
+
+    def totals(self) -> Tensor:
+        """The sums of the weights of each group: [rows, columns / GROUP], float32."""
+        counts = self.codes.view(len(self.codes), -1, GROUP).sum(dim=-1, dtype=torch.int32) - GROUP * self.zero
+        return counts * self.scales if self.minima is None else counts * self.scales + GROUP * self.minima
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> IntegerWeight:
         """The weight with its rows in another order; `change` is given tensors of any number of columns."""
         minima = None if self.minima is None else change(self.minima)
         return IntegerWeight(change(self.codes), change(self.scales), minima, self.zero, self.bits)
+
+    def rows(self, start: int, stop: int) -> IntegerWeight:
+        """Some rows of the weight, a view."""
+        return self.map_rows(lambda values: values[start:stop])
 
 
 def join_integers(parts: Iterable[IntegerWeight | None]) -> IntegerWeight | None:
@@ -118,27 +131,38 @@ class IntegerProducts:
         for name, types in _FUNCTIONS.items():
             function = getattr(self.native, name)
             function.argtypes, function.restype = types, None
-        self.quantized = QuantizedRows()
+        self.scratch = Scratch()
 
     def make(self, weight: IntegerWeight, bias: Tensor | None = None) -> IntegerLinear:
         """The layer of a weight of which `can_multiply`."""
         return IntegerLinear(self, weight, bias)
 
 
-class QuantizedRows:
-    """Memory for the activations of one product at a time; it grows, and is kept for the next one."""
+class Scratch:
+    """Memory between operations, which grows, and is kept from one step to the next, until `release`."""
 
     def __init__(self) -> None:
-        self._codes = torch.empty(0, dtype=torch.int8)
-        self._factors = torch.empty((4, 0))  # float32 or int32
-        self.address = ActivationsAddress()
+        self._tensors: dict[str, Tensor] = {}
 
-    def reserve(self, elements: int) -> None:
-        """Make room for so many rows times columns."""
-        if elements > len(self._codes):
-            self._codes = torch.empty(elements, dtype=torch.int8)
-            self._factors = torch.empty((4, elements // GROUP))
-            self.address = ActivationsAddress(self._codes.data_ptr(), *(row.data_ptr() for row in self._factors))
+    def reserve(self, name: str, elements: int, dtype: torch.dtype) -> int:
+        """The address of room for so many elements."""
+        held = self._tensors.get(name)
+        if held is None or len(held) < elements:
+            held = self._tensors[name] = torch.empty(elements, dtype=dtype)
+        return held.data_ptr()
+
+    def reserve_activations(self, elements: int) -> ActivationsAddress:
+        """Room for so many rows times columns, quantized."""
+        groups = elements // GROUP
+        return ActivationsAddress(
+            self.reserve("codes", elements, torch.int8),
+            *(self.reserve(name, groups, torch.float32) for name in ("scales", "offsets", "sums")),
+            self.reserve("counts", groups, torch.int32),
+        )
+
+    def release(self) -> None:
+        """Give the memory back; the next step takes it again."""
+        self._tensors.clear()
 
 
 class IntegerLinear:
@@ -160,41 +184,51 @@ class IntegerLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         products, rows = self.products, len(x)
-        if x.dtype != products.dtype:
-            raise InvariantError(f"a product of {products.dtype} got {x.dtype}")
+        if x.dtype != products.dtype or x.shape[-1] != self.in_features:
+            raise InvariantError(
+                f"a product of {self.in_features} columns in {products.dtype} got {list(x.shape)} in {x.dtype}"
+            )
         x = x.contiguous()
-        products.quantized.reserve(x.numel())
         result = x.new_empty((rows, self.out_features))
-        quantized = ctypes.byref(products.quantized.address)
+        quantized = ctypes.byref(products.scratch.reserve_activations(x.numel()))
         products.native.linear(ctypes.byref(self.address), x.data_ptr(), rows, quantized, result.data_ptr())
         return result
 
 
 def _pack(weight: IntegerWeight) -> Tensor:
-    """The bytes of Weight.data in integers.h, aligned."""
+    """The bytes of Weight.data in integers.h, aligned; made some panels at a time, in little memory."""
+    panels, at_once = len(weight.codes) // PANEL, _PANELS * _PAIRS
+    whole = panels // _PANELS * _PANELS
+    starts = [*range(0, whole, at_once), *([whole] if whole < panels else [])]
+    ends = [min(start + at_once, whole) if start < whole else panels for start in starts]
+    memory = torch.empty(_packed_size(weight) + _ALIGNMENT, dtype=torch.uint8)
+    place = -memory.data_ptr() % _ALIGNMENT
+    packed = memory[place : place + _packed_size(weight)]
+    place = 0
+    for start, end in zip(starts, ends, strict=True):
+        piece = _pack_panels(weight.rows(start * PANEL, end * PANEL), _PANELS if start < whole else 1)
+        packed[place : place + len(piece)] = piece
+        place += len(piece)
+    return packed
+
+
+def _packed_size(weight: IntegerWeight) -> int:
+    factors = 2 if weight.minima is None else 3  # of a group, two bytes each
+    return weight.codes.numel() * weight.bits // 8 + 2 * factors * weight.scales.numel()
+
+
+def _pack_panels(weight: IntegerWeight, together: int) -> Tensor:
+    """Whole panels, so many together."""
     rows, columns = weight.codes.shape
     panels, groups = rows // PANEL, columns // GROUP
     steps = weight.codes.view(panels, PANEL, columns // 4, 4).transpose(1, 2).reshape(panels, -1, 4 * PANEL)
     if weight.bits == 4:
         steps = steps[:, 0::2] | steps[:, 1::2] << 4
-    totals = weight.dequantize().view(rows, groups, GROUP).sum(dim=2)
-    parts = [steps.view(panels, groups, -1), _halves(weight.scales), _halves(totals)]
+    parts = [steps.view(panels, groups, -1), _halves(weight.scales), _halves(weight.totals())]
     if weight.minima is not None:
         parts.append(_halves(weight.minima))
-    whole = panels // _PANELS * _PANELS
-    streams = [_stream(parts, slice(0, whole), _PANELS), _stream(parts, slice(whole, panels), 1)]
-    size = sum(map(len, streams))
-    memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
-    start = -memory.data_ptr() % _ALIGNMENT
-    return torch.cat(streams, out=memory[start : start + size])
-
-
-def _stream(parts: Sequence[Tensor], panels: slice, together: int) -> Tensor:
-    """The panels of all parts [panels, groups, bytes], so many together, a group after the other."""
-    joined_groups = (
-        part[panels].view(-1, together, *part.shape[1:]).transpose(1, 2).flatten(2) for part in parts
-    )  # [panels / together, groups, together * bytes]
-    return torch.cat(list(joined_groups), dim=2).flatten()
+    streams = [part.view(-1, together, *part.shape[1:]).transpose(1, 2).flatten(2) for part in parts]
+    return torch.cat(streams, dim=2).flatten()  # of [panels / together, groups, bytes]
 
 
 def _halves(values: Tensor) -> Tensor:

@@ -27,14 +27,13 @@ from trioengine.hub.model_config import ModelConfig, TextConfig
 from trioengine.worker.kernels import Kernels
 from trioengine.worker.kernels.compiler import CompilerMissing, KernelsUnavailable
 from trioengine.worker.kernels.kv_cache import KVCache, count_blocks
-from trioengine.worker.kernels.linear import InvariantLinears
 from trioengine.worker.kernels.native_kernels import NativeKernels
-from trioengine.worker.kernels.products import IntegerProducts
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.models import Model, load_model
+from trioengine.worker.runner.linear_choice import LinearChoice
 from trioengine.worker.scheduling.sequence import OnProgress
 from trioengine.worker.weights import open_checkpoint
-from trioengine.worker.weights.checkpoint import Checkpoint, LinearOptions, WeightReader
+from trioengine.worker.weights.checkpoint import Checkpoint, WeightReader
 
 _PRECISION = 1e-6  # GGUF files hold float32
 _LIBC = ctypes.CDLL(None)
@@ -53,7 +52,7 @@ class ModelSpec:
     num_blocks: int
     block_size: int
     kernels: Kernels
-    linears: LinearOptions
+    linears: LinearChoice
 
     @staticmethod
     def read(config: WorkerConfig) -> ModelSpec:
@@ -61,14 +60,14 @@ class ModelSpec:
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, device)
         with contextlib.closing(open_checkpoint(config.model_path)) as checkpoint:
-            model, has_integers = checkpoint.config, checkpoint.has_integers
+            model = checkpoint.config
         _check_pillow(config.model_path, model)
         weights = sum(map(math.prod, model.wanted_tensors().values())) * dtype.itemsize
         num_blocks = count_blocks(config, model.text, dtype, device, weights)
         limits = (model.text.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
         max_model_len = min(limit for limit in limits if limit is not None)
         kernels = choose_kernels(config.kernels, model.text, dtype, device, config.block_size)
-        linears = choose_linears(config, dtype, kernels, has_integers=has_integers)
+        linears = LinearChoice(config, dtype, kernels)
         return ModelSpec(model, device, dtype, max_model_len, num_blocks, config.block_size, kernels, linears)
 
     @contextlib.contextmanager
@@ -122,51 +121,6 @@ def choose_kernels(name: str, model: TextConfig, dtype: torch.dtype, device: tor
         if not isinstance(exc, CompilerMissing):  # a missing compiler is common, and reported by doctor
             sys.stderr.write(f"trioengine: no native kernels, torch's are slower: {exc}\n")
         return TorchKernels(model.num_heads)
-
-
-def choose_linears(config: WorkerConfig, dtype: torch.dtype, kernels: Kernels, *, has_integers: bool) -> LinearOptions:
-    """Invariant in float32 where possible, and with integers. Raises ModelError without kernels that allow it.
-
-    `has_integers`: whether the checkpoint stores weights that integer products take.
-    """
-    if config.batch_invariant and not kernels.is_batch_invariant:
-        raise _needs_native("batch_invariant", kernels)
-    products = _choose_products(config, dtype, kernels, has_integers=has_integers)
-    is_invariant = config.batch_invariant or dtype == torch.float32 or products is not None
-    return LinearOptions(
-        InvariantLinears(is_required=config.batch_invariant) if kernels.is_batch_invariant and is_invariant else None,
-        products,
-        quantizes=config.quantization == "int8",
-        takes_four_bit=config.quantization == "auto",
-    )
-
-
-def _choose_products(
-    config: WorkerConfig, dtype: torch.dtype, kernels: Kernels, *, has_integers: bool
-) -> IntegerProducts | None:
-    """`auto`: in bfloat16, where the file has integers, and the CPU multiplies them fast."""
-    is_auto = config.quantization == "auto"
-    is_chosen = has_integers and dtype == torch.bfloat16 and torch.cpu._is_vnni_supported()
-    if config.quantization == "none" or (is_auto and not is_chosen):
-        return None
-    if not isinstance(kernels, NativeKernels):
-        if not is_auto:
-            raise _needs_native(f"quantization {config.quantization}", kernels)
-        return None
-    try:
-        return IntegerProducts(dtype, kernels.macros)
-    except KernelsUnavailable as exc:
-        if not is_auto:
-            raise ModelError(f"quantization {config.quantization}: {exc}; choose quantization auto or none") from exc
-        sys.stderr.write(f"trioengine: no products of integers, others are slower: {exc}\n")
-        return None
-
-
-def _needs_native(option: str, kernels: Kernels) -> ModelError:
-    return ModelError(
-        f"{option} needs the native kernels, and the {kernels.name} kernels are in use: "
-        f"run on a CPU with g++ installed and with kernels auto or native, or without {option.split()[0]}"
-    )
 
 
 def _check_pillow(path: str, model: ModelConfig) -> None:
@@ -234,6 +188,7 @@ class ModelWeights:
 
     def keep(self) -> None:
         """Sleep, and stay in host memory, unless they are discarded already."""
+        self._spec.linears.release()
         if isinstance(self._state, _Awake):
             self._state = _Kept(self._state, HostCopy(self._state.tensors))
 
@@ -269,14 +224,15 @@ class ModelWeights:
 
     def _change_to(self, path: str) -> None:
         self._state = _Discarded()
+        self._spec.linears.release()
         give_back(self._spec.device)
         self._path = path
 
     def _load(self) -> _Awake:
         spec = self._spec
         with spec.opened(self._path) as checkpoint, torch.inference_mode():
-            wanted = checkpoint.config.wanted_tensors()
-            reader = WeightReader(checkpoint, wanted, spec.dtype, spec.device, self._on_progress, spec.linears)
+            wanted, linears = checkpoint.config.wanted_tensors(), spec.linears.of(checkpoint)
+            reader = WeightReader(checkpoint, wanted, spec.dtype, spec.device, self._on_progress, linears)
             model = load_model(checkpoint.config, reader, spec.kernels, spec.max_model_len)
             return _Awake(model, [tensor for tensor in reader.in_use() if tensor.device.type != "cpu"])
 

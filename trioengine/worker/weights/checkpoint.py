@@ -67,7 +67,7 @@ class Checkpoint(Protocol):
 
     @property
     def has_integers(self) -> bool:
-        """Whether `read_integers` gives a tensor for any name."""
+        """Whether `read_integers` gives most of the matrices."""
         ...
 
     def read_integers(self, name: str) -> IntegerWeight | None:
@@ -152,7 +152,7 @@ class WeightReader:
         if self._linears.products is None:
             return None
         weight = join_integers(self._checkpoint.read_integers(f"{name}.weight") for name in names)
-        return weight if weight is not None and can_multiply(weight.codes.shape) else None
+        return weight if weight is not None and can_multiply(weight.codes.shape) and weight.fits_float16 else None
 
     def _make_integer(self, weight: IntegerWeight, bias: Tensor | None) -> Linear:
         if self._linears.products is None:
@@ -161,7 +161,9 @@ class WeightReader:
 
     def _make(self, weight: Tensor, bias: Tensor | None = None, four_bit: FourBitWeight | None = None) -> Linear:
         if self._linears.products is not None and self._linears.quantizes and can_multiply(weight.shape):
-            return self._linears.products.make(to_integers(weight), bias)
+            integers = to_integers(weight)
+            if integers.fits_float16:
+                return self._linears.products.make(integers, bias)
         if self._linears.invariant is not None:
             return self._linears.invariant.make(weight, bias)
         return make_linear(weight, bias, four_bit)

@@ -100,7 +100,8 @@ class GGUFCheckpoint:
 
     @property
     def has_integers(self) -> bool:
-        return any(info.type.name in _INTEGER_KINDS and len(info.shape) == 2 for info in self._stored.values())
+        matrices = [info.type.name for info in self._stored.values() if len(info.shape) == 2]
+        return 2 * sum(kind in _INTEGER_KINDS for kind in matrices) > len(matrices)
 
     def read_integers(self, name: str) -> IntegerWeight | None:
         info = self._stored[name]
