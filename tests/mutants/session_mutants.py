@@ -124,4 +124,10 @@ SESSION_MUTANTS = (
         replaced(Sessions, "abort", _abort_the_first),
         shows=r"abort\(\) returned",
     ),
+    Mutant(
+        "F62b",
+        "an abort by an id or a label ends all requests",
+        replaced(Request, "is_called", lambda is_called: lambda self, name: True),
+        shows=r"abort\(\) returned",
+    ),
 )

@@ -85,7 +85,7 @@ TOOL_MUTANTS = (
         "F92",
         "a call that is forced goes on without its grammar after the loss of a worker",
         replaced(Request, "message", _drop_forced_grammar),
-        shows="the model's|of none of the weights|goes on",
+        shows=r"the model's|of none of the weights|by its grammar after \d+ tokens, and goes on",
         machine="PowerMachine",
     ),
     Mutant(

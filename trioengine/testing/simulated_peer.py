@@ -291,6 +291,9 @@ class SimulatedClient(SimulatedPeer):
     def on_goodbye(self, code: int, reason: str) -> None:
         """The server closes the connection."""
 
+    def on_closed(self) -> None:
+        """The server has answered a close."""
+
     def on_accepted(self) -> None:
         """The server has accepted the handshake."""
 
@@ -313,7 +316,9 @@ class SimulatedClient(SimulatedPeer):
                 case CloseConnection() if self._protocol.state is ConnectionState.REMOTE_CLOSING:
                     self.on_goodbye(event.code, event.reason or "")
                     self.to_server.put(self._protocol.send(event.response()))
-                case Ping() | CloseConnection() | Pong():
+                case CloseConnection():
+                    self.on_closed()
+                case Ping() | Pong():
                     pass
                 case _:
                     raise AssertionError(f"the server sent {event!r}")

@@ -151,7 +151,8 @@ def check_mixed(
         assert possible, f"{ids[at:]} after {at} tokens is of none of the weights that there were"
     check_complete(completion, params, tools)
     if tools is not None and not params.stop:
-        is_hidden = completion.finish_reason is FinishReason.STOP and ids[-1] in params.stop_token_ids
+        is_stopped = completion.finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS)
+        is_hidden = is_stopped and ids[-1] in params.stop_token_ids
         shown = ids[:-1] if is_hidden else ids
         check_parts(completion, "".join(chr(token) for token in shown if token < END_OF_TEXT), tools)
 

@@ -87,7 +87,7 @@ def check_text(
     assert (found, reason) == (due, due_reason), (
         f"the answer is {found}, {reason}, the model's is {due}, {due_reason}: {expected.text!r}"
     )
-    if tools is not None and reason is FinishReason.TOOL_CALLS and not params.stop:
+    if tools is not None and reason in (FinishReason.STOP, FinishReason.TOOL_CALLS) and not params.stop:
         tools.check_complete(expected.text)
     assert completion.cause is None, "only an abort has a cause"
     usage = completion.usage

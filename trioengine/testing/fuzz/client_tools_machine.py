@@ -58,9 +58,11 @@ class ClientToolsMachine(ClientEnvironment):
         reader = self._read(which, Style.ALL, params, prompt="a", keep_partial=keep_partial, tools=tools)
         if reader is None or not self._flow_into_call(reader, place):
             return
+        if what == "kill" and self.worker is None:
+            return
         self.coverage.saw(f"{what} {moment_of(place)}")
         match what:
-            case "kill" if self.worker is not None:
+            case "kill":
                 self._kill(0)
             case "leave":
                 reader.holder.leave.set()

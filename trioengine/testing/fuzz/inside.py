@@ -193,7 +193,14 @@ def names(engine: Engine) -> list[int | str]:
 
 def called(engine: Engine, name: int | str) -> list[Request]:
     """The requests of this id or label that an abort would end."""
-    return [request for _, request in requests(engine) if request.is_called(name) and is_undecided(request)]
+    return [
+        request for request in undecided(engine) if name == (request.label if isinstance(name, str) else request.id)
+    ]
+
+
+def undecided(engine: Engine) -> list[Request]:
+    """The requests that an abort would end."""
+    return [request for _, request in requests(engine) if is_undecided(request)]
 
 
 def in_flight(engine: Engine) -> list[Request]:

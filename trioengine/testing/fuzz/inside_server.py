@@ -86,6 +86,11 @@ def num_held_bytes(connection: RealtimeConnection) -> int:
     return connection._held.num_bytes - connection._outbox._size - connection._outbox._sent_size
 
 
+def num_kept(connection: RealtimeConnection) -> int:
+    """Characters of sent events that the server keeps for a client that was lost."""
+    return connection._outbox._sent_size
+
+
 def outlines(connection: RealtimeConnection) -> list[tuple[str, str, int, str]]:
     """The role, the text, the number of images and the id of a call of each item; a call that was cut is empty."""
     items = (connection._items._items[id] for id in connection._items._order)

@@ -137,6 +137,11 @@ class RealtimeClient(SimulatedClient):
         return self.accepted and super().can_send
 
     @property
+    def has_begun(self) -> bool:
+        """Whether an event has come on it."""
+        return self.num_events > self._last + 1
+
+    @property
     def is_active(self) -> bool:
         return self.is_speaker and self.conversation.response is not None
 
@@ -171,11 +176,14 @@ class RealtimeClient(SimulatedClient):
             self._session.not_resumed(reason, self._last)
             self._session.step_back(self)
         elif code == TAKEN_OVER:
-            self._session.check_taken_over()
+            self._session.check_taken_over(self)
             self._session.step_back(self)
         else:
             self._check_goodbye(code)
             self._session.may_end()
+
+    def on_closed(self) -> None:
+        self._session.closed(self)
 
     def _check_goodbye(self, code: int) -> None:
         is_dropped, responses = self.conversation.is_dropped, self.conversation.responses

@@ -168,7 +168,14 @@ class Conversation:
         """Events are handled in order: the oldest of this type."""
         id = next((id for id, owed in self._owed.items() if owed.name == name and owed.refused is None), None)
         assert id is not None, f"an answer to a {name} that was never sent"
-        return self._owed.pop(id)
+        owed = self._owed.pop(id)
+        self._check_order(owed)
+        return owed
+
+    def _check_order(self, answered: Owed) -> None:
+        """An event is answered: no other one that was sent before it waits for its answer, but a response.create."""
+        late = [each.name for each in self._owed.values() if each.number < answered.number and each.asked is None]
+        assert not late, f"{answered.name} is answered before {late}"
 
     def _update(self, owed: Owed, session: dict[str, Any]) -> None:
         for name, value in owed.fields["session"].items():
@@ -201,6 +208,7 @@ class Conversation:
         """As all events come in order, the client has the conversation before its eyes that the server had."""
         if owed.is_mark:
             self._forget_lost(owed.number)
+        self._check_order(owed)
         code = error["code"]
         if owed.refused is not None and code == owed.refused[0]:
             assert error["param"] == owed.refused[1], f"it is about {owed.refused[1]}, and refused by {error}"

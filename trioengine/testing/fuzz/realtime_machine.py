@@ -118,7 +118,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
             self._let_pass(share * self._window)
         if self.may_connect:
             self._note_return(session, how)
-            self._join(RealtimeClient(session, self.server.config, session.last_without(lacks)))
+            self._join(RealtimeClient(session, self.server.config, session.ask_after(lacks)))
 
     @precondition(lambda self: self.has_speakers)
     @recorded(
@@ -371,6 +371,9 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
             assert len(stuck) <= self._num_asleep, f"responses {stuck} never end"
             for client in self.clients:
                 self._check_state(client)
+        for each in self.watch.connections:
+            kept, most = inside_server.num_kept(each), KEPT if self._window else 0
+            assert kept <= most, f"{kept} characters of sent events are kept, at most {most} may be"
         counted = {each.id: inside_server.num_held_bytes(each) for each in self.watch.connections}
         for client in self.clients:
             if client.conversation.session_id in counted:

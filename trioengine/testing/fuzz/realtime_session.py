@@ -24,6 +24,8 @@ class Carrier(Protocol):
     def can_step_in(self) -> bool: ...
     @property
     def stream(self) -> Any: ...
+    @property
+    def has_begun(self) -> bool: ...
     def mark(self) -> None: ...
 
 
@@ -62,12 +64,14 @@ class Session:
         self._sizes = sizes
         self._saw = saw
         self._clients: list[Carrier] = []
+        self._rivals: dict[Carrier, list[Carrier]] = {}
         self._numbers = itertools.count(1)
         self._events: list[dict[str, Any]] = []
         self._may_be_over = False
         self._attached, self._attached_at = Life(faults), clock()  # the last time at which its client was surely there
         self._away_since: float | None = None  # the rest at which its client was found to be away
         self._is_cut = False  # while its client was away something has happened that ends it
+        self._is_closed = False
         self._asked_from = 0  # the lowest `last` of a connection that may not have all events yet
 
     # ---- connections ------------------------------------------------------------------------------------------------
@@ -78,8 +82,8 @@ class Session:
             return f"{_PATH}?session={self.token}&last_seq={last}"
         return f"{_PATH}?resume={self.window:g}" if self.window else _PATH
 
-    def last_without(self, count: int) -> int:
-        """The number of the last event that came; or an earlier one, as if so many had not come: it is asked for."""
+    def ask_after(self, count: int) -> int:
+        """Return the number of the last event, less `count`: the client asks for the events after it."""
         last = max(0, len(self._events) - 1 - count)
         self._asked_from = min(self._asked_from, last)
         return last
@@ -89,8 +93,11 @@ class Session:
 
     def join(self, client: Carrier) -> tuple[Life, float]:
         """Another connection begins, on which the client sends from now on. Returns the time of its beginning."""
+        self._rivals[client] = [each for each in self._clients if not (each.stream.closed or each.has_begun)]
+        for each in self._clients:
+            self._rivals[each].append(client)
         self._clients.append(client)
-        self._away_since, self._is_cut = None, False
+        self._away_since, self._is_cut, self._is_closed = None, False, False
         self.speaker = client
         return Life(self._faults), self.now()
 
@@ -129,6 +136,10 @@ class Session:
         """Note an event that may end it."""
         self._may_be_over = True
 
+    def closed(self, client: Carrier) -> None:
+        """The server has answered the close of a connection, which ends it if no other one has it."""
+        self._is_closed = all(each is client or each.stream.closed for each in self._clients)
+
     def cut(self) -> None:
         """Note an event that ends it if its client is away."""
         if self._away_since is not None:
@@ -163,9 +174,9 @@ class Session:
         age = self.now() - self._attached_at
         assert self._may_have_ended(), f"its client was there {age:g} s ago, and it is over"
 
-    def check_taken_over(self) -> None:
+    def check_taken_over(self, client: Carrier) -> None:
         """Check a close of the server's, because another connection has the session."""
-        assert len(self._clients) > 1, "another connection has the session, and there is none"
+        assert self._rivals[client], "another connection has the session, and there is none"
 
     def _may_have_ended(self) -> bool:
         is_late = self.now() - self._attached_at >= self.window
@@ -179,6 +190,7 @@ class Session:
         """The client is there, and has all events."""
         self._attached, self._attached_at = Life(self._faults), self.now()
         self._asked_from = len(self._events)
+        self._may_be_over = False
         if self.token:
             put, come = len(self._sizes_of_events()), len(self._events)
             assert put == come, f"there are {put} events, and {come} have come"
@@ -189,7 +201,7 @@ class Session:
             self._away_since = self.now()
         if self._away_since is None or self.is_over:
             return
-        self.is_over = self._is_cut or self.now() >= self._away_since + self.window
+        self.is_over = self._is_closed or self._is_cut or self.now() >= self._away_since + self.window
         if self.is_over and self.window:
             self._saw("a session is cut, as its client is away" if self._is_cut else "a window passes")
 

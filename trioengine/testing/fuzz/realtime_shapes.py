@@ -93,7 +93,7 @@ TOO_MUCH = ("overloaded", "key_buffers_full")  # may be a rate limit
 
 
 def check_event(event: Mapping[str, Any], number: int, model: str, window: float = 0.0) -> None:
-    """Check the fields of an event, which is the one with this number in its session, of which others have a window."""
+    """Check the fields of the event with this number in its session; `window` is the session's, in seconds, or 0."""
     kind = str(event.get("type"))
     assert kind in _FIELDS, f"an event of another kind: {event}"
     more = ("resume",) if window and kind == "session.created" else ()

@@ -341,7 +341,9 @@ class SessionsMachine(CallsMachine):
             going = [inside.record(generation)] if inside.is_undecided(generation) else []
         else:
             name = reader.label if what == "abort by label" else generation.request_id
-            abort, going = functools.partial(self.engine.abort, name), inside.called(self.engine, name)
+            abort = functools.partial(self.engine.abort, name)
+            known = {inside.record(each.generation) for each in named if each.generation is not None}
+            going = [each for each in inside.undecided(self.engine) if each in known]
         for each in named:
             each.aborted |= each.generation is not None and inside.record(each.generation) in going
         self.requests.fix_cause(going, Cause.CLIENT)
