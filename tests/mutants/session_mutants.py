@@ -7,7 +7,7 @@ from typing import Any
 import trio
 from mutant import Mutant, not_ignored, replaced, rewritten
 
-from trioengine.actors.generation import Generation
+from trioengine.actors.generation import Generation, ReadableRequest
 from trioengine.actors.request import Request
 from trioengine.actors.session import Session
 from trioengine.actors.session_actor import SessionActor
@@ -127,7 +127,7 @@ SESSION_MUTANTS = (
     Mutant(
         "F62b",
         "an abort by an id or a label ends all requests",
-        replaced(Request, "is_called", lambda is_called: lambda self, name: True),
+        replaced(ReadableRequest, "is_called", lambda is_called: lambda self, name: True),
         shows=r"abort\(\) returned",
     ),
 )
