@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,11 +72,10 @@ def serving(tree: str, port: int, model: tuple[str, ...]) -> Iterator[tuple[int,
     try:
         worker, spawned = None, 0.0
         while worker is None or not is_ready(port):
-            if server.poll() is not None:
-                sys.exit(f"the server of {tree} ended with exit code {server.returncode}")
             if worker is None and (worker := worker_of(server.pid)) is not None:
                 spawned = time.monotonic() - began
-            time.sleep(POLL)  # a server reports only to those that ask
+            with suppress(subprocess.TimeoutExpired):
+                sys.exit(f"the server of {tree} ended with exit code {server.wait(POLL)}")
         took = time.monotonic() - began
         yield server.pid, Start(spawned, took, cpu_seconds(server.pid), cpu_seconds(worker))
     finally:

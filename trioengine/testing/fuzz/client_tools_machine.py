@@ -11,11 +11,18 @@ from trioengine.testing.fuzz import client_oracles
 from trioengine.testing.fuzz.callers import Style
 from trioengine.testing.fuzz.client_callers import RemoteHolder, RemoteReader
 from trioengine.testing.fuzz.client_environment import MOST, ClientEnvironment
-from trioengine.testing.fuzz.conversations import Called
 from trioengine.testing.fuzz.peers import WHICH
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.tools import TOOL_USES, Offered, joined
-from trioengine.testing.fuzz.tools_machine import HISTORIES, LONGEST, MOST_ROUNDS, NEXT, moment_of, results_of
+from trioengine.testing.fuzz.tools_machine import (
+    HISTORIES,
+    LONGEST,
+    MOST_ROUNDS,
+    NEXT,
+    ends_with_calls,
+    moment_of,
+    results_of,
+)
 
 USES = ("required", "required of two", "single", "named", "none", "auto")
 CALLING = ("required", "required of two", "named")
@@ -122,8 +129,7 @@ class ClientToolsMachine(ClientEnvironment):
     @property
     def _called_holders(self) -> list[RemoteHolder]:
         """Idle sessions whose latest turn has calls."""
-        turns = [(holder, client_oracles.committed(holder)) for holder in self.idle_holders]
-        return [holder for holder, each in turns if each and isinstance(each[-1][1], Called)]
+        return [holder for holder in self.idle_holders if ends_with_calls(client_oracles.committed(holder))]
 
 
 def _place_of(deltas: list[ToolCallDelta]) -> str:

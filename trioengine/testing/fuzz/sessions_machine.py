@@ -335,29 +335,29 @@ class SessionsMachine(CallsMachine):
 
     def _abort(self, reader: Reader, generation: Generation, what: str) -> None:
         """Abort the request by its handle or its id, or all that share its label."""
-        named = self._labeled(reader.label) if what == "abort by label" else [reader]
+        named = self._named(reader, by_label=what == "abort by label")
         if what == "abort":
             abort: Callable[[], int] = generation.abort
-            going = [inside.record(generation)] if inside.is_undecided(generation) else []
+            going = [each for each in named if inside.is_undecided(each)]
         else:
             name = reader.label if what == "abort by label" else generation.request_id
             abort = functools.partial(self.engine.abort, name)
-            known = {inside.record(each.generation) for each in named if each.generation is not None}
-            going = [each for each in inside.undecided(self.engine) if each in known]
-        for each in named:
-            each.aborted |= each.generation is not None and inside.record(each.generation) in going
+            going = [each for each in inside.undecided(self.engine) if each in named]
+        for each in going:
+            named[each].aborted = True
         self.requests.fix_cause(going, Cause.CLIENT)
         ended = abort()
         assert ended == len(going), f"abort() returned {ended} for {generation}, and {len(going)} were going"
         again = abort()
         assert not again, f"a second abort() returned {again} for {generation}"
-        for each in named:
-            check_aborted(each)
+        for ended_reader in named.values():
+            check_aborted(ended_reader)
 
-    def _labeled(self, label: str) -> list[Reader]:
-        """The readers of the requests that were started with this label."""
-        there = [each for each in self.readers if each.label == label and (each.entered or not each.over)]
-        return [each for each in there if each.generation is not None]
+    def _named(self, reader: Reader, *, by_label: bool) -> dict[inside.Request, Reader]:
+        """The reader by its request, or all readers with its label by theirs."""
+        meant = [each for each in self.readers if each is reader or (by_label and each.label == reader.label)]
+        begun = [each for each in meant if each.entered or not each.over]
+        return {inside.record(each.generation): each for each in begun if each.generation is not None}
 
     def _note_moment(self, reader: Reader, what: str) -> None:
         session, generation, worker = reader.holder.session, reader.generation, self.worker

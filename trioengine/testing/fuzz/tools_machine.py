@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hypothesis import strategies as st
@@ -158,8 +159,12 @@ class ToolsMachine(GrammarsMachine):
     @property
     def _called_holders(self) -> list[SessionHolder]:
         """Idle sessions whose latest turn has calls."""
-        turns = [(holder, committed(holder)) for holder in self.idle_holders]
-        return [holder for holder, each in turns if each and isinstance(each[-1][1], Called)]
+        return [holder for holder in self.idle_holders if ends_with_calls(committed(holder))]
+
+
+def ends_with_calls(turns: Sequence[Turn]) -> bool:
+    """Whether the latest turn has calls."""
+    return bool(turns) and isinstance(turns[-1][1], Called)
 
 
 def results_of(turn: Turn, step: int) -> tuple[Turn, ...]:
