@@ -12,6 +12,7 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.answers import reference
 from trioengine.testing.fuzz.callers import UNPREPARED, Reader, SessionHolder, Style, latest_first
+from trioengine.testing.fuzz.calls_machine import WAIT, WHICH, raw_ids
 from trioengine.testing.fuzz.conversations import (
     LONG,
     MEDIA,
@@ -26,7 +27,7 @@ from trioengine.testing.fuzz.conversations import (
 )
 from trioengine.testing.fuzz.oracles import asked, committed
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.sessions_machine import TURN_LENGTHS, WAIT, WHICH, raw_ids
+from trioengine.testing.fuzz.sessions_machine import TURN_LENGTHS
 from trioengine.testing.fuzz.tools_machine import ToolsMachine
 from trioengine.testing.fuzz.world import CONFIG
 

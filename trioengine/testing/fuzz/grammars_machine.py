@@ -8,9 +8,10 @@ from hypothesis.stateful import precondition
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Reader, Style
+from trioengine.testing.fuzz.calls_machine import WHICH
 from trioengine.testing.fuzz.grammars import GRAMMARS, NAMES
 from trioengine.testing.fuzz.program import recorded
-from trioengine.testing.fuzz.sessions_machine import WHICH, SessionsMachine
+from trioengine.testing.fuzz.sessions_machine import SessionsMachine
 from trioengine.testing.fuzz.world import ROUNDS
 
 CROWD = ("to be or not to be", "that is the question")  # they share no blocks

@@ -17,6 +17,7 @@ from trioengine.core.power import TagName
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Call, Style
+from trioengine.testing.fuzz.calls_machine import WHICH
 from trioengine.testing.fuzz.changes import UNFIT, Change, Changes
 from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.faults import Harm, Life
@@ -25,7 +26,6 @@ from trioengine.testing.fuzz.misuse import CALLS, check_refused_call
 from trioengine.testing.fuzz.oracles import check_line
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.promptness import Wait
-from trioengine.testing.fuzz.sessions_machine import WHICH
 from trioengine.testing.fuzz.state_readers import StateLog, StateReader
 from trioengine.testing.fuzz.tools_machine import CALLING, LONGEST, PLACES, moment_of
 from trioengine.testing.fuzz.world import CONFIG

@@ -12,11 +12,11 @@ from trioengine.core.grammar import Grammar
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import ToolCall
 from trioengine.testing.fuzz.callers import Reader, SessionHolder, Style
+from trioengine.testing.fuzz.calls_machine import WAIT, WHICH
 from trioengine.testing.fuzz.conversations import Called, Result, Turn, messages_of
 from trioengine.testing.fuzz.grammars_machine import GrammarsMachine
 from trioengine.testing.fuzz.oracles import committed
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.sessions_machine import WAIT, WHICH
 from trioengine.testing.fuzz.tools import TOOL_USES, Offered, is_json, parts_of
 from trioengine.testing.toy_model import END_OF_TEXT
 
