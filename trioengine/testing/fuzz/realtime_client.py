@@ -198,6 +198,8 @@ class RealtimeClient(SimulatedClient):
         self._session.step_back(self)
 
     def _take(self, event: dict[str, Any]) -> None:
+        if not self.has_begun and self._last >= 0:
+            self._session.resumed()
         self.num_events += 1
         self._session.take(event, self.num_events - 1, self._began)
 

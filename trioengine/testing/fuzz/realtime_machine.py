@@ -117,7 +117,6 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         if share:
             self._let_pass(share * self._window)
         if self.may_connect:
-            self._note_return(session, how)
             self._join(RealtimeClient(session, self.server.config, session.ask_after(lacks)))
 
     @precondition(lambda self: self.has_speakers)
@@ -298,6 +297,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     def _lose(self, session: Session, how: str) -> None:
         """The connection on which a client sends is lost in this way."""
         for client in [client for client in self.clients if client is session.speaker]:
+            session.lost = how
             {"reset": client.reset, "hang up": client.hang_up, "vanish": client.vanish}[how]()
 
     def _let_pass(self, seconds: float) -> None:
@@ -397,14 +397,6 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
             conversation.weight_version = version
         of_weights = conversation.weight_version
         assert of_weights == version, f"{client} hears of the weights {of_weights}, the engine has {version}"
-
-    def _note_return(self, session: Session, how: str) -> None:
-        if session.is_over:
-            self.coverage.saw("a client resumes a session that is over")
-            return
-        self.coverage.saw(f"{how}, and come back")
-        if session.conversation.responses:
-            self.coverage.saw("come back while a response is active")
 
     def _note_moment(self, client: RealtimeClient) -> None:
         if client.conversation.response is not None:

@@ -57,6 +57,7 @@ class Session:
         self.now = clock
         self.token = "0" * 48 if is_strange else ""  # until the server has sent it
         self.is_over = is_strange  # for sure
+        self.lost = ""  # how the connection was lost on which its client sent; "" once another one has resumed it
         self.has_refused = False  # it has refused a client, as it was over
         self.speaker: Carrier | None = None  # on which its client sends
         self._faults = faults
@@ -110,6 +111,14 @@ class Session:
             self.speaker.mark()
 
     # ---- events -----------------------------------------------------------------------------------------------------
+
+    def resumed(self) -> None:
+        """The first event has come on a connection that resumes it."""
+        if self.lost:
+            self._saw(f"{self.lost}, and come back")
+            self.lost = ""
+        if self.conversation.responses:
+            self._saw("come back while a response is active")
 
     def take(self, event: dict[str, Any], number: int, attached: tuple[Life, float]) -> None:
         """Take the event with this number, of a connection that began then; it may come again after a resumption."""
@@ -177,6 +186,7 @@ class Session:
     def check_taken_over(self, client: Carrier) -> None:
         """Check a close of the server's, because another connection has the session."""
         assert self._rivals[client], "another connection has the session, and there is none"
+        self._saw("a connection is taken over")
 
     def _may_have_ended(self) -> bool:
         is_late = self.now() - self._attached_at >= self.window
