@@ -17,7 +17,7 @@ from trioengine.worker.kernels import products
 from trioengine.worker.kernels.compiler import KernelsUnavailable
 from trioengine.worker.kernels.linear import GROUP
 from trioengine.worker.kernels.native_kernels import NativeKernels
-from trioengine.worker.kernels.products import IntegerProducts, can_multiply, join_integers, to_integers
+from trioengine.worker.kernels.products import IntegerProducts, IntegerWeight, can_multiply, join_integers, to_integers
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.runner.linear_choice import LinearChoice
 from trioengine.worker.weights import open_checkpoint
@@ -25,6 +25,7 @@ from trioengine.worker.weights.files import read_integers
 
 KINDS = ["Q4_0", "Q4_1", "Q8_0"]
 NATIVE = (3, 1, 64)  # the shape of a model
+INSTRUCTIONS = ["VNNI", "AVX512", "AVX2", 0]  # where the CPU has them, else fewer; 0: those of GCC's choice
 
 
 @pytest.fixture(autouse=True)
@@ -65,17 +66,30 @@ def reference(x, values, bias):
     return products + (0 if bias is None else bias.double())
 
 
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_the_largest_codes(instructions):
+    """Sums in 16 bits have room for them."""
+    codes = torch.full((16, 64), 15, dtype=torch.uint8)
+    four = IntegerWeight(codes, torch.ones(16, 2), None, 0, 4)
+    eight = IntegerWeight(codes + 240, torch.ones(16, 2), None, 0, 8)
+    x = torch.full((4, 64), -1.0)
+    x[:, 0] = 1.0  # so all others have the code -128
+    for weight in (four, eight):
+        exact = (x.double() @ weight.codes.double().t()).float()
+        assert torch.allclose(make_products(torch.float32, AT_MOST=instructions).make(weight)(x), exact, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_lost(kind):
     weight, exact = stored(kind, 48, 96)
     assert torch.allclose(dequantized(weight), exact, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("macros", [{}, {"PORTABLE": 1}], ids=["native", "portable"])
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_as_the_reference(kind, dtype, macros):
-    made = make_products(dtype, **macros)
+def test_as_the_reference(kind, dtype, instructions):
+    made = make_products(dtype, AT_MOST=instructions)
     torch.manual_seed(0)
     rng = random.Random(kind)
     for rows in (1, 2, 3, 4, 5, 130):
@@ -88,10 +102,11 @@ def test_as_the_reference(kind, dtype, macros):
         assert error <= (1e-5 if dtype == torch.float32 else 4e-3) * expected.abs().max()
 
 
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_bits_in_any_batch_and_with_any_threads(kind):
+def test_the_same_bits_in_any_batch_and_with_any_threads(kind, instructions):
     weight, _ = stored(kind, 176, 320)
-    linear = make_products(torch.float32).make(weight)
+    linear = make_products(torch.float32, AT_MOST=instructions).make(weight)
     x = torch.randn(517, 320)
     threads = torch.get_num_threads()
     try:
@@ -208,9 +223,10 @@ def test_weights_of_eight_bits_have_the_same_bits_in_any_batch(tiny_llama, tmp_p
     check_preemption(runner, prompts, lengths)
 
 
-def linears_of(quantization="auto", dtype=torch.bfloat16, kernels=None, *, has_integers=True):
-    kernels = kernels or NativeKernels(*NATIVE, dtype, 16)
-    choice = LinearChoice(WorkerConfig("m.gguf", quantization=quantization), dtype, kernels)
+def linears_of(quantization="auto", dtype="bfloat16", kernels=None, *, made=torch.bfloat16, has_integers=True):
+    """`made` is the dtype of the kernels, which `auto` becomes."""
+    kernels = kernels or NativeKernels(*NATIVE, made, 16)
+    choice = LinearChoice(WorkerConfig("m.gguf", dtype=dtype, quantization=quantization), made, kernels)
     return choice.of(SimpleNamespace(has_integers=has_integers))
 
 
@@ -219,13 +235,14 @@ def products_of(*arguments, **options):
 
 
 def test_auto_takes_integers_where_they_are_fast_and_exact_enough(monkeypatch):
-    assert (products_of() is not None) == torch.cpu._is_vnni_supported()
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    assert (products_of() is not None) == torch.cpu._is_avx2_supported()
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
     assert products_of() is not None
-    assert products_of(dtype=torch.float32) is None
+    assert products_of(dtype="auto", made=torch.float32) is not None
+    assert products_of(dtype="float32", made=torch.float32) is None
     assert products_of(has_integers=False) is None
     assert products_of(kernels=TorchKernels(3)) is None
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
     assert products_of() is None
     assert products_of("gguf") is not None
 
@@ -241,7 +258,7 @@ def test_auto_goes_on_without_a_library_that_cannot_be_compiled(monkeypatch, cap
         raise KernelsUnavailable("g++ fails: there is no memory")
 
     kernels = NativeKernels(*NATIVE, torch.bfloat16, 16)
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
     monkeypatch.setattr(products, "load_library", fail)
     assert products_of(kernels=kernels) is None
     assert (
@@ -256,7 +273,7 @@ def test_auto_goes_on_without_a_library_that_cannot_be_compiled(monkeypatch, cap
 
 def test_each_checkpoint_that_is_loaded_is_looked_at(monkeypatch):
     """Also after an update of the weights, as a new worker would."""
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
     kernels = NativeKernels(*NATIVE, torch.bfloat16, 16)
     choice = LinearChoice(WorkerConfig("m.gguf"), torch.bfloat16, kernels)
     found = [choice.of(SimpleNamespace(has_integers=has)).products for has in (False, True, False, True)]

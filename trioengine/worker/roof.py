@@ -14,7 +14,7 @@ from trioengine.worker.kernels.linear import make_linear
 
 _SOURCE = Path(__file__).parent / "kernels" / "roof.cpp"
 _MEMORY = 256 << 20  # bytes, more than caches hold
-_LANES, _CHAINS = 16, 8  # as in roof.cpp
+_CHAINS = 8  # as in roof.cpp
 _ROUNDS = 200_000
 _ROWS, _INPUTS, _OUTPUTS = 512, 576, 3072  # of a product in the model's dtype
 
@@ -25,11 +25,11 @@ def measure_roof(seconds: float) -> dict[str, float]:
     Returns GB/s of memory that is read, and 10 ** 9 operations a second (a product and its sum are two): of integers of
     8 bits and floats in registers, and of the library's bfloat16 products of 512 rows. Raises KernelsUnavailable.
     """
-    native = load_library(_SOURCE, {"ELEMENT": "float"}, ("read", "multiply_integers", "multiply_floats"))
+    native = load_library(_SOURCE, {"ELEMENT": "float"}, ("read", "lanes", "multiply_integers", "multiply_floats"))
     native.multiply_floats.restype = ctypes.c_double
     memory = torch.ones(_MEMORY // 4, dtype=torch.int32)
     threads, count = torch.get_num_threads(), ctypes.c_int64
-    operations = 2 * _LANES * _CHAINS * _ROUNDS * threads
+    operations = 2 * native.lanes() * _CHAINS * _ROUNDS * threads
     linear = make_linear(torch.randn(_OUTPUTS, _INPUTS).bfloat16())
     rows = torch.randn(_ROWS, _INPUTS).bfloat16()
 

@@ -6,32 +6,21 @@
 // A weight lies in panels of 16 outputs, of which two at a time are read as one stream: for each group the codes of
 // both, their scales, the totals of the weights, by which offsets are multiplied, and their minima. A group of a panel
 // is 8 steps of 16 outputs x 4 inputs, each step 64 bytes; with 4 bits two steps share them, the first in the low halves.
-//
-// With PORTABLE, for tests, no instructions of a CPU are named.
 
 #pragma once
 
-#include "lanes.h"
-
-#if defined(__AVX512VNNI__) && defined(__AVX512F__) && !PORTABLE
-#include <immintrin.h>
-#define HAS_VNNI 1
-#else
-#define HAS_VNNI 0
-#endif
+#include "dot.h"
 
 namespace {
 
 using Element = ELEMENT;
-using Bytes = uint8_t __attribute__((vector_size(4 * LANES)));
 using SmallInts = int8_t __attribute__((vector_size(LANES)));
 
 constexpr int GROUP = 32;
 constexpr int STEPS = GROUP / 4;
-constexpr int STEP_BYTES = 4 * LANES;
-constexpr int TILE_ROWS = HAS_VNNI ? 4 : 1;  // of a tile, at most; without the instruction there are no registers for more
-constexpr int PANELS = 2;    // of a tile, at most: its sums, 8 integer and 8 float, are in registers
-constexpr int BLOCK = 128;   // rows that one task computes, whose activations stay in the second cache
+constexpr int TILE_ROWS = DOT ? 4 : 1;  // of a tile, at most; without instructions there are no registers for more
+constexpr int PANELS = 2;  // of a tile, at most: its sums, 8 integer and 8 float, are in registers
+constexpr int BLOCK = 128;  // rows that one task computes, whose activations stay in the second cache
 
 struct Activations {  // [rows, groups] of each: an activation is about its code * scale + offset
     int8_t *codes;    // and GROUP
@@ -49,38 +38,8 @@ struct Weight {
 };
 
 constexpr int FACTOR_BYTES = 2 * LANES;  // of a panel's scales, totals or minima, in float16
-
-// ---- the instructions that differ ----
-
-// For each lane the products of 4 unsigned codes of the weight and of the same 4 codes of a row.
-inline Ints dot(Ints sums, Bytes weight, int32_t row) {
-#if HAS_VNNI
-    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weight, _mm512_set1_epi32(row));
-#else
-    const Words words = (Words)weight;
-    for (int j = 0; j < 4; j++) sums += (Ints)(words >> 8 * j & 255) * int32_t(int8_t(row >> 8 * j));
-    return sums;
-#endif
-}
-
-inline Floats multiply_add(Floats a, Floats b, Floats c) {
-#if HAS_VNNI
-    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-    return a * b + c;
-#endif
-}
-
-inline Floats load_halves(const uint8_t *from) {  // finite numbers
-#if HAS_VNNI
-    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-#else
-    Halves row;
-    std::memcpy(&row, from, sizeof row);
-    const Words bits = __builtin_convertvector(row, Words);
-    return (Floats)((bits & 0x7fff) << 13 | (bits & 0x8000) << 16) * 0x1p112f;  // also of subnormal numbers
-#endif
-}
+template <int BITS>
+constexpr int CODE_BYTES = GROUP * LANES * BITS / 8;  // of a panel's group
 
 // ---- a tile ----
 
@@ -90,63 +49,83 @@ inline Bytes load_bytes(const uint8_t *from) {
     return result;
 }
 
-// The integer sums of one group, whose codes begin at `weight`.
+// The integer sums of one group: of COUNT rows, and of WIDTH registers of codes that are a panel apart.
 template <int BITS, int COUNT, int WIDTH>
-inline __attribute__((always_inline)) void add_group(Ints (&sums)[COUNT][WIDTH], const uint8_t *weight, const int8_t *row,
-                                                     int64_t stride) {
-    constexpr int SHARED = 8 / BITS;  // steps in the same bytes
-    constexpr int BYTES = GROUP * LANES / SHARED;
+inline __attribute__((always_inline)) void sum_group(const int32_t (&starts)[COUNT], const uint8_t *weight,
+                                                     const int8_t *row, int64_t stride, Totals (&totals)[COUNT][WIDTH]) {
+    constexpr int SHARED = 8 / BITS;             // steps in the same bytes
+    constexpr bool IS_SPLIT = BITS > CODE_BITS;  // the low and the high halves of codes are multiplied apart
+    constexpr int HALVES = SHARED == 2 || IS_SPLIT ? 2 : 1, KINDS = IS_SPLIT ? 2 : 1;
+    Sums sums[KINDS][COUNT][WIDTH]{};
+    for (int r = 0; r < COUNT; r++)
+        for (int p = 0; p < WIDTH; p++) sums[0][r][p] = begin(starts[r]);
 #pragma GCC unroll 8
     for (int step = 0; step < STEPS; step += SHARED) {
         Bytes codes[WIDTH];
 #pragma GCC unroll 2
-        for (int p = 0; p < WIDTH; p++) codes[p] = load_bytes(weight + p * BYTES + step / SHARED * STEP_BYTES);
+        for (int p = 0; p < WIDTH; p++)
+            codes[p] = load_bytes(weight + p * CODE_BYTES<BITS> + step / SHARED * STEP_BYTES);
 #pragma GCC unroll 2
-        for (int part = 0; part < SHARED; part++)
+        for (int half = 0; half < HALVES; half++)
 #pragma GCC unroll 4
             for (int r = 0; r < COUNT; r++) {
                 int32_t four;
-                std::memcpy(&four, row + r * stride + 4 * (step + part), 4);
+                std::memcpy(&four, row + r * stride + 4 * (step + half % SHARED), 4);
 #pragma GCC unroll 4
-                for (int p = 0; p < WIDTH; p++)
-                    sums[r][p] = dot(sums[r][p], BITS == 8 ? codes[p] : part == 0 ? codes[p] & 15 : codes[p] >> 4, four);
+                for (int p = 0; p < WIDTH; p++) {
+                    Sums &sum = sums[half % KINDS][r][p];
+                    sum = dot(sum, HALVES == 1 ? codes[p] : half == 0 ? codes[p] & 15 : codes[p] >> 4, four);
+                }
             }
     }
+    for (int r = 0; r < COUNT; r++)
+        for (int p = 0; p < WIDTH; p++) {
+            totals[r][p] = total(sums[0][r][p], starts[r]);
+            if (IS_SPLIT) totals[r][p] += total(sums[KINDS - 1][r][p], 0) << 4;
+        }
 }
 
 template <int BITS, int COUNT, int WIDTH>
 void tile(const Activations &x, const Weight &w, int64_t row, int64_t panel, Element *out) {
-    constexpr int CODES = GROUP * LANES * BITS / 8;  // bytes
-    const int64_t panel_bytes = CODES + (w.has_minima ? 3 : 2) * FACTOR_BYTES;
+    constexpr int PARTS_OF_PANEL = STEP_BYTES / REGISTER;
+    constexpr int JOINT = PARTS_OF_PANEL == 1 ? WIDTH : 1;  // registers of codes that are multiplied together
+    const int64_t panel_bytes = CODE_BYTES<BITS> + (w.has_minima ? 3 : 2) * FACTOR_BYTES;
     const uint8_t *group = w.data + panel * w.groups * panel_bytes;
-    Floats results[COUNT][WIDTH]{};
+    Factors results[COUNT][WIDTH * PARTS_OF_PANEL]{};
     for (int64_t g = 0; g < w.groups; g++, group += WIDTH * panel_bytes) {
         const int64_t at = row * w.groups + g;  // of the first row
-        const uint8_t *scales = group + WIDTH * CODES, *totals = scales + WIDTH * FACTOR_BYTES;
+        const uint8_t *scales = group + WIDTH * CODE_BYTES<BITS>, *totals = scales + WIDTH * FACTOR_BYTES;
         const uint8_t *minima = totals + WIDTH * FACTOR_BYTES;
-        Ints sums[COUNT][WIDTH];
-        for (int r = 0; r < COUNT; r++)
-            for (int p = 0; p < WIDTH; p++) sums[r][p] = -w.zero * x.counts[at + r * w.groups] - Ints{};
-        add_group<BITS, COUNT, WIDTH>(sums, group, x.codes + at * GROUP, w.groups * GROUP);
-        for (int p = 0; p < WIDTH; p++) {
-            const Floats scale = load_halves(scales + p * FACTOR_BYTES);
-            for (int r = 0; r < COUNT; r++)
-                results[r][p] = multiply_add(__builtin_convertvector(sums[r][p], Floats),
-                                             scale * x.scales[at + r * w.groups], results[r][p]);
-            const Floats total = load_halves(totals + p * FACTOR_BYTES);
-            for (int r = 0; r < COUNT; r++)
-                results[r][p] = multiply_add(total, all(x.offsets[at + r * w.groups]), results[r][p]);
-            if (!w.has_minima) continue;
-            const Floats minimum = load_halves(minima + p * FACTOR_BYTES);
-            for (int r = 0; r < COUNT; r++)
-                results[r][p] = multiply_add(minimum, all(x.sums[at + r * w.groups]), results[r][p]);
+        int32_t starts[COUNT];
+        for (int r = 0; r < COUNT; r++) starts[r] = -w.zero * x.counts[at + r * w.groups];
+        for (int i = 0; i < WIDTH * PARTS_OF_PANEL; i += JOINT) {
+            Totals sums[COUNT][JOINT];
+            sum_group<BITS>(starts, group + i / PARTS_OF_PANEL * CODE_BYTES<BITS> + i % PARTS_OF_PANEL * REGISTER,
+                            x.codes + at * GROUP, w.groups * GROUP, sums);
+            for (int j = 0; j < JOINT; j++) {
+                const int place = (i + j) * (REGISTER / 2);  // of factors: two bytes each
+                const Factors scale = load_halves(scales + place), total = load_halves(totals + place);
+                for (int r = 0; r < COUNT; r++) {
+                    Factors &result = results[r][i + j];
+                    result = multiply_add(__builtin_convertvector(sums[r][j], Factors),
+                                          scale * x.scales[at + r * w.groups], result);
+                    result = multiply_add(total, x.offsets[at + r * w.groups] - Factors{}, result);
+                }
+                if (!w.has_minima) continue;
+                const Factors minimum = load_halves(minima + place);
+                for (int r = 0; r < COUNT; r++)
+                    results[r][i + j] = multiply_add(minimum, x.sums[at + r * w.groups] - Factors{}, results[r][i + j]);
+            }
         }
     }
     for (int p = 0; p < WIDTH; p++) {
         const int64_t column = (panel + p) * LANES;
         const Floats bias = w.bias == nullptr ? Floats{} : load(w.bias + column);
-        for (int r = 0; r < COUNT; r++)
-            store_lanes(out + (row + r) * w.panels * LANES + column, results[r][p] + bias);
+        for (int r = 0; r < COUNT; r++) {
+            Floats result;
+            std::memcpy(&result, &results[r][p * PARTS_OF_PANEL], sizeof result);
+            store_lanes(out + (row + r) * w.panels * LANES + column, result + bias);
+        }
     }
 }
 
@@ -186,10 +165,10 @@ inline void product(const Activations &x, const Weight &w, int64_t rows, Element
 
 // ---- activations ----
 
-// The nearest integers, ties to even, of products below 2 ** 22, which are not rounded before.
+// The nearest integers, ties to even, of products below 2 ** 22; where the CPU can, the products are not rounded before.
 inline Floats rounded_product(Floats v, float factor) {
     const Floats shift = all(12582912.0f);  // 1.5 * 2 ** 23
-    return multiply_add(v, all(factor), shift) - shift;
+    return v * factor + shift - shift;
 }
 
 inline float least(Floats v) { return -largest(-v); }

@@ -23,13 +23,16 @@ uint32_t read(const uint32_t *data, int64_t count) {
     return total;
 }
 
-// Each of the threads multiplies and adds LANES * CHAINS * 4 codes in each round, from registers.
+// Numbers of 4 bytes in a register.
+int64_t lanes() { return REGISTER / 4; }
+
+// Each of the threads multiplies and adds CHAINS registers of codes in each round.
 int64_t multiply_integers(int64_t rounds, int64_t threads) {
     int64_t total = 0;
 #pragma omp parallel for schedule(static) reduction(+ : total)
     for (int64_t thread = 0; thread < threads; thread++) {
-        Ints sums[CHAINS]{};
-        const Bytes weight = Bytes{} + uint8_t(thread + 1);
+        Sums sums[CHAINS]{};
+        const Bytes weight = Bytes{} + uint8_t(thread % 15 + 1);
         for (int64_t round = 0; round < rounds; round++)
 #pragma GCC unroll 8
             for (int i = 0; i < CHAINS; i++) sums[i] = dot(sums[i], weight, int32_t(round));
@@ -38,16 +41,16 @@ int64_t multiply_integers(int64_t rounds, int64_t threads) {
     return total;
 }
 
-// The same of LANES * CHAINS floats.
+// The same of floats.
 double multiply_floats(int64_t rounds, int64_t threads) {
     double total = 0;
 #pragma omp parallel for schedule(static) reduction(+ : total)
     for (int64_t thread = 0; thread < threads; thread++) {
-        Floats sums[CHAINS]{};
-        const Floats weight = all(1.0f / float(thread + 2));
+        Factors sums[CHAINS]{};
+        const Factors weight = 1.0f / float(thread + 2) - Factors{};
         for (int64_t round = 0; round < rounds; round++)
 #pragma GCC unroll 8
-            for (int i = 0; i < CHAINS; i++) sums[i] = multiply_add(sums[i], weight, all(float(round)));
+            for (int i = 0; i < CHAINS; i++) sums[i] = multiply_add(sums[i], weight, float(round) - Factors{});
         for (int i = 0; i < CHAINS; i++) total += sums[i][0];
     }
     return total;

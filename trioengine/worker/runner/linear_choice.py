@@ -32,7 +32,8 @@ class LinearChoice:
     def of(self, checkpoint: Checkpoint) -> LinearOptions:
         """Invariant in float32 where possible, and beside integers.
 
-        `auto` takes integers in bfloat16, where the file stores most matrices so and the CPU multiplies them fast.
+        `auto` takes integers where the file stores most matrices so and the CPU multiplies them fast, unless float32
+        is asked for.
         """
         config, products = self._config, self._products_of(checkpoint)
         is_invariant = config.batch_invariant or self._dtype == torch.float32 or products is not None
@@ -53,8 +54,9 @@ class LinearChoice:
         quantization = self._config.quantization
         if quantization != "auto":
             return None if quantization == "none" else self._products
-        is_fast = self._dtype == torch.bfloat16 and torch.cpu._is_vnni_supported()
-        if not (is_fast and isinstance(self._kernels, NativeKernels) and checkpoint.has_integers):
+        if self._config.dtype == "float32" or not torch.cpu._is_avx2_supported():
+            return None
+        if not (isinstance(self._kernels, NativeKernels) and checkpoint.has_integers):
             return None
         if self._products is None and not self._is_missing:
             try:
