@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
 from trioengine.testing.asyncio_loop import WRITES, AsyncioLoop, Task, drop_if_over
+from trioengine.testing.fuzz.derived import DerivedMachine
 from trioengine.testing.fuzz.environment import ORDERS, SEEDS
 from trioengine.testing.fuzz.inside import replaced
 from trioengine.testing.fuzz.lifecycle_machine import MAX_TASKS
-from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.peers import WHICH
 from trioengine.testing.fuzz.program import JUMPS, pick, recorded
 
@@ -49,7 +49,7 @@ class _Client:
             self.task.result()
 
 
-class AsyncioMachine(Machine):
+class AsyncioMachine(DerivedMachine):
     """A program on asyncio, under rules that cancel tasks, break connections and let time pass.
 
     Override `app`, or `serve` and `client`, or add rules that call `run` and `connect`. `serve` is to listen on `port`;
@@ -73,6 +73,7 @@ class AsyncioMachine(Machine):
         self._first_tasks: set[Task] = set()  # those before the first client
         self._num_traced = 0
         self._serving = self.loop.start_soon(SERVER, self.serve(), "serve") if self._overrides("serve") else None
+        self._reserve_names()
 
     # ---- to override ----------------------------------------------------------------------------------------------
 

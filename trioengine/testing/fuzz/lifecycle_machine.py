@@ -18,6 +18,7 @@ from trioengine.core.errors import EngineAsleep, EngineClosed, EngineOverloaded,
 from trioengine.core.types import Cause
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Call
+from trioengine.testing.fuzz.derived import DerivedMachine
 from trioengine.testing.fuzz.environment import Switch
 from trioengine.testing.fuzz.faults import Harm, Life
 from trioengine.testing.fuzz.oracles import check_stopped, check_worker
@@ -32,7 +33,7 @@ MAX_TASKS = 4  # of the program, at once
 EXCUSABLE = (EngineAsleep, EngineClosed, EngineOverloaded, SessionEnded, TimedOut, WorkerLost)
 
 
-class LifecycleMachine(PeersEnvironment[MemoryPeer]):
+class LifecycleMachine(DerivedMachine, PeersEnvironment[MemoryPeer]):
     """A program that uses an engine, under the rules of the environment.
 
     Override `app`, or `serve` and `client`, or add rules that call `run` and `connect`. The rules of the environment
@@ -61,6 +62,7 @@ class LifecycleMachine(PeersEnvironment[MemoryPeer]):
         if self._overrides("serve"):
             self._call("serve", self._serve, EXCUSABLE)
             self._serving = self.calls[-1]
+        self._reserve_names()
 
     # ---- to override ----------------------------------------------------------------------------------------------
 
