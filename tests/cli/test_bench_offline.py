@@ -1,6 +1,7 @@
 """The counts of the offline benchmark."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,7 +37,7 @@ async def test_a_percentile_is_no_less_than_the_median(autojump_clock):
 
 def test_the_table_says_its_units(monkeypatch, capsys):
     async def bench(*arguments):
-        return [OfflineRun(2.0, 6.0, 0.1, 0.2, 0.3, 0.4)], "float32"
+        return [OfflineRun(2.0, 6.0, 0.1, 0.2, 0.3, 0.4)], SimpleNamespace(dtype="float32", quantization="gguf")
 
     monkeypatch.setattr(offline, "_bench", bench)
     offline.bench_offline(EngineConfig(), 3, 5, 4, repeat=1, as_json=False)

@@ -20,6 +20,7 @@ from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.products import IntegerProducts, IntegerWeight, can_multiply, join_integers, to_integers
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.runner.linear_choice import LinearChoice
+from trioengine.worker.runner.model_weights import ModelSpec
 from trioengine.worker.weights import open_checkpoint
 from trioengine.worker.weights.files import read_integers
 
@@ -221,6 +222,19 @@ def test_weights_of_eight_bits_have_the_same_bits_in_any_batch(tiny_llama, tmp_p
     lengths = [29, 30, 18, 19, 25, 17, 26, 24, 20]
     check(runner, prompts, lengths)
     check_preemption(runner, prompts, lengths)
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), [("none", "auto"), ("gguf", "float32"), ("int8", "auto")])
+def test_the_quantization_is_reported(smollm2, quantization, dtype):
+    spec = ModelSpec.read(WorkerConfig(str(smollm2), dtype=dtype, quantization=quantization, kv_cache_memory=64 << 20))
+    assert spec.quantization == quantization
+
+
+def test_auto_is_reported_as_its_choice(smollm2, tiny_llama, tmp_path, monkeypatch):
+    plain = tiny_llama.write(tmp_path / "plain", "plain")
+    for is_fast, path, reported in ((True, smollm2, "gguf"), (False, smollm2, "none"), (True, plain, "none")):
+        monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda is_fast=is_fast: is_fast)
+        assert ModelSpec.read(WorkerConfig(str(path), kv_cache_memory=64 << 20)).quantization == reported
 
 
 def linears_of(quantization="auto", dtype="bfloat16", kernels=None, *, made=torch.bfloat16, has_integers=True):

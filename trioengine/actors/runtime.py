@@ -340,7 +340,8 @@ class Runtime:
         self.effects.drain()
         self.gate.notify()
         state = "ready" if self.gate.power is Power.AWAKE else f"a worker has started ({self.gate.power.value})"
-        logger.info("%s: %s on %s, %s kernels", state, self.config.model, limits.device, limits.kernels)
+        integers = "" if limits.quantization == "none" else f", quantization {limits.quantization}"
+        logger.info("%s: %s on %s, %s kernels%s", state, self.config.model, limits.device, limits.kernels, integers)
         asked, has = self.config.max_model_len, limits.max_model_len
         if asked is not None and asked > has:
             hint = "kv_cache_memory makes it larger"

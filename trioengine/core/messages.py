@@ -153,6 +153,7 @@ class Ready:
     block_size: int
     kernels: str  # native or torch
     weight_version: int = 1
+    quantization: str = "none"  # of the weights that are loaded first: gguf, int8: products of integers
 
 
 @dataclass(slots=True)  # one for each token: a frozen one takes four times as long to make

@@ -72,9 +72,8 @@ def _pace(name: str, count: int, num_timed: int, seconds: float) -> dict[str, An
 def fingerprint(engine: Engine, model: str) -> str:
     """Return a hash of the model, its weights, and the code that computes it."""
     ready, weights = engine.limits, engine.weights
-    return _fingerprint(
-        model, str(weights.path).rpartition("/")[2], weights.version, ready.dtype, ready.device, ready.kernels
-    )
+    code = ready.dtype, ready.device, ready.kernels, ready.quantization
+    return _fingerprint(model, str(weights.path).rpartition("/")[2], weights.version, *code)
 
 
 @lru_cache(maxsize=16)

@@ -195,6 +195,7 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
             block_size=info.block_size,
             weight_version=config.weight_version,
             kernels=info.kernels,
+            quantization=info.quantization,
         )
     )
     return core

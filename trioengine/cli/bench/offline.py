@@ -16,6 +16,7 @@ from trioengine.cli.progress import progress_bars
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.grammar import Grammar
+from trioengine.core.messages import Ready
 from trioengine.core.sampling_params import SamplingParams
 
 WARM_UP = (4, 16, 16)  # requests, prompt length, output length, each at most
@@ -79,7 +80,7 @@ def bench_offline(
 ) -> None:
     """Print the run whose throughput is the median of all."""
     grammar = Grammar.json_schema(STRUCTURE) if structured else None
-    runs, dtype = trio.run(_bench, config, (requests, prompt_len, output_len), repeat, grammar)
+    runs, limits = trio.run(_bench, config, (requests, prompt_len, output_len), repeat, grammar)
     median = sorted(runs, key=lambda run: run.output_tps)[len(runs) // 2]
     figures = {key: round(value, 4) for key, value in asdict(median).items()}
     every = [round(run.output_tps, 1) for run in runs]
@@ -87,7 +88,8 @@ def bench_offline(
     report = {
         "engine": "trioengine",
         "model": config.model,
-        "dtype": dtype,
+        "dtype": limits.dtype,
+        "quantization": limits.quantization,
         **work,
         **({"structured": True} if structured else {}),
         **figures,
@@ -101,12 +103,12 @@ def bench_offline(
 
 async def _bench(
     config: EngineConfig, work: tuple[int, int, int], repeat: int, grammar: Grammar | None
-) -> tuple[list[OfflineRun], str]:
+) -> tuple[list[OfflineRun], Ready]:
     with progress_bars() as bars:
         async with open_engine(config, on_progress=bars.download, on_load=bars.loading) as engine:
             check_work(engine, *work)
             await run(engine, *map(min, WARM_UP, work), grammar=grammar)
-            return [await run(engine, *work, grammar=grammar) for _ in range(repeat)], engine.limits.dtype
+            return [await run(engine, *work, grammar=grammar) for _ in range(repeat)], engine.limits
 
 
 def check_work(engine: Engine, requests: int, prompt_len: int, output_len: int) -> None:

@@ -45,6 +45,12 @@ class LinearChoice:
             takes_four_bit=config.quantization == "auto",
         )
 
+    def quantization_of(self, checkpoint: Checkpoint) -> str:
+        """`gguf` or `int8` where a checkpoint's products are of integers, else `none`."""
+        if self._products_of(checkpoint) is None:
+            return "none"
+        return "int8" if self._config.quantization == "int8" else "gguf"
+
     def release(self) -> None:
         """Give the memory of steps back."""
         if self._products is not None:

@@ -39,6 +39,7 @@ class TorchModelRunner:
             max_model_len=spec.max_model_len,
             kv_blocks_total=spec.num_blocks,
             block_size=spec.block_size,
+            quantization=spec.quantization,
             vision=vision_of(spec),
         )
         self.processing = spec.model.images  # None: the model takes no images

@@ -53,6 +53,7 @@ class ModelSpec:
     block_size: int
     kernels: Kernels
     linears: LinearChoice
+    quantization: str  # of the checkpoint that is loaded first
 
     @staticmethod
     def read(config: WorkerConfig) -> ModelSpec:
@@ -61,14 +62,16 @@ class ModelSpec:
         dtype = choose_dtype(config.dtype, device)
         with contextlib.closing(open_checkpoint(config.model_path)) as checkpoint:
             model = checkpoint.config
-        _check_pillow(config.model_path, model)
-        weights = sum(map(math.prod, model.wanted_tensors().values())) * dtype.itemsize
-        num_blocks = count_blocks(config, model.text, dtype, device, weights)
-        limits = (model.text.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
-        max_model_len = min(limit for limit in limits if limit is not None)
-        kernels = choose_kernels(config.kernels, model.text, dtype, device, config.block_size)
-        linears = LinearChoice(config, dtype, kernels)
-        return ModelSpec(model, device, dtype, max_model_len, num_blocks, config.block_size, kernels, linears)
+            _check_pillow(config.model_path, model)
+            weights = sum(map(math.prod, model.wanted_tensors().values())) * dtype.itemsize
+            num_blocks = count_blocks(config, model.text, dtype, device, weights)
+            limits = (model.text.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
+            max_model_len = min(limit for limit in limits if limit is not None)
+            kernels = choose_kernels(config.kernels, model.text, dtype, device, config.block_size)
+            linears = LinearChoice(config, dtype, kernels)
+            blocks = num_blocks, config.block_size
+            quantization = linears.quantization_of(checkpoint)
+            return ModelSpec(model, device, dtype, max_model_len, *blocks, kernels, linears, quantization)
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[Checkpoint]:

@@ -380,4 +380,5 @@ class ModelInfo:
     max_model_len: int  # tokens; never more than the KV cache holds
     kv_blocks_total: int
     block_size: int
+    quantization: str = "none"
     vision: Vision | None = None  # None: the model takes no images
