@@ -12,7 +12,8 @@ from test_weights import write_gguf
 
 from trioengine.worker.kernels.linear import FEW_ROWS, has_four_bit_kernel, join_four_bit, make_linear, wants_four_bit
 from trioengine.worker.weights import open_checkpoint
-from trioengine.worker.weights.files import dequantize_gguf, read_four_bit
+from trioengine.worker.weights.blocks import read_four_bit
+from trioengine.worker.weights.files import dequantize_gguf
 
 needs_kernel = pytest.mark.skipif(not has_four_bit_kernel(), reason="this CPU has no four-bit kernel")
 

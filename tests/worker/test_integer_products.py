@@ -22,9 +22,11 @@ from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.runner.linear_choice import LinearChoice
 from trioengine.worker.runner.model_weights import ModelSpec
 from trioengine.worker.weights import open_checkpoint
-from trioengine.worker.weights.files import read_integers
+from trioengine.worker.weights.blocks import read_integers
 
-KINDS = ["Q4_0", "Q4_1", "Q8_0"]
+KINDS = ["Q4_0", "Q4_1", "Q8_0", "Q5_1"]  # one of each form
+EXACT = [*KINDS, "Q5_0"]
+ROUNDED = ["Q4_K", "Q5_K"]
 NATIVE = (3, 1, 64)  # the shape of a model
 INSTRUCTIONS = ["VNNI", "AVX512", "AVX2", 0]  # where the CPU has them, else fewer; 0: those of GCC's choice
 
@@ -34,10 +36,24 @@ def compiler():
     needs_compiler()
 
 
+def quantized(kind, rows, columns, rng):
+    """The bytes of random weights."""
+    return gguf.quants.quantize(rng.normal(size=(rows, columns)).astype(np.float32), gguf.GGMLQuantizationType[kind])
+
+
+def blocks_of(kind, rows, columns, rng):
+    """Random bytes, for types that the gguf package does not write, with random numbers for the blocks' scales."""
+    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = rng.integers(0, 256, size=(rows, columns // elements, size), dtype=np.uint8)
+    first, last = (size - 2, size) if kind == "Q6_K" else (0, 4)
+    numbers = rng.uniform(1e-3, 2e-3, size=(rows, columns // elements, (last - first) // 2)).astype(np.float16)
+    blocks[..., first:last] = numbers.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
 def stored(kind, rows, columns, seed=0):
     """Random weights as the file stores them, and their values by the gguf package."""
-    values = np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
-    data = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+    data = (blocks_of if kind.endswith("_K") else quantized)(kind, rows, columns, np.random.default_rng(seed))
     exact = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind]).reshape(rows, columns)
     return read_integers(memoryview(data.tobytes()), kind, (rows, columns)), torch.from_numpy(exact)
 
@@ -80,10 +96,25 @@ def test_the_largest_codes(instructions):
         assert torch.allclose(make_products(torch.float32, AT_MOST=instructions).make(weight)(x), exact, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EXACT)
 def test_nothing_is_lost(kind):
     weight, exact = stored(kind, 48, 96)
     assert torch.allclose(dequantized(weight), exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_scales_of_two_factors_are_rounded(kind):
+    weight, exact = stored(kind, 48, 512)
+    assert weight.codes.max() == (15 if kind == "Q4_K" else 31)
+    assert torch.allclose(dequantized(weight), exact, rtol=0, atol=1e-3 * exact.abs().max())
+    assert weight.fits_float16 and torch.equal(weight.scales, weight.scales.half().float())
+
+
+def test_six_bits_are_quantized_again():
+    weight, exact = stored("Q6_K", 3000, 512)
+    groups = exact.view(3000, -1, GROUP)
+    steps = groups.abs().amax(dim=-1) / 127
+    assert ((dequantized(weight).view_as(groups) - groups).abs().amax(dim=-1) <= 0.51 * steps + 1e-6).all()
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
@@ -151,12 +182,14 @@ def test_eight_bits_of_any_weight():
     assert dequantized(weight)[3].count_nonzero() == 0
 
 
-def test_forms_that_cannot_be_joined_or_multiplied():
-    four, _ = stored("Q4_0", 32, 64)
-    eight, _ = stored("Q8_0", 32, 64)
-    assert join_integers([four, eight]) is None
-    assert join_integers([four, None]) is None
-    assert join_integers([four, four]).codes.shape == (64, 64)
+def test_forms_that_can_be_joined_or_multiplied():
+    parts = [stored(kind, 32, 256)[0] for kind in (*EXACT, "Q6_K")]
+    whole = join_integers(parts)
+    assert torch.equal(dequantized(whole), torch.cat([dequantized(part) for part in parts]))
+    assert (whole.bits, whole.zero, whole.fits_float16) == (8, 0, True)
+    assert join_integers([parts[0], None]) is None
+    assert join_integers([parts[0], parts[0]]).minima is None
+    assert join_integers([parts[0], parts[1]]).bits == 4
     assert [can_multiply(torch.Size(shape)) for shape in ((32, 64), (8, 64), (32, 48), (32,))] == [True, *[False] * 3]
 
 

@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.torch_driver import load, needs_compiler
+from quality import logits_of
 from test_batch_invariance import answers, same
 from test_scoring import run
+from test_weights import write_gguf
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.sampling_params import ResolvedParams
@@ -102,6 +104,21 @@ def test_weights_that_are_not_all_integers_go_layer_by_layer(tiny_llama, tmp_pat
     """A hidden size of 48 is no whole number of groups, so some products are of the model's dtype."""
     path = tiny_llama.write(tmp_path / "plain", "plain", hidden_size=48, intermediate_size=96)
     assert isinstance(load(path, quantization="int8").model._decoder, LayerByLayer)
+
+
+def test_a_file_of_several_types_is_decoded_in_one_call(tiny_llama, tmp_path):
+    """As llama.cpp mixes them; projections that share their input are joined. It is nearly what float32 gives."""
+    stored = {"q": "Q4_0", "k": "Q4_1", "v": "Q8_0", "o": "Q5_0", "gate": "Q5_1", "up": "Q4_1", "down": "Q8_0"}
+    blocks = {**dict.fromkeys("qkvo", "self_attn"), **dict.fromkeys(("gate", "up", "down"), "mlp")}
+    kinds = {f"model.layers.{i}.{blocks[n]}.{n}_proj.weight": kind for i in range(3) for n, kind in stored.items()}
+    path = write_gguf(tiny_llama, tmp_path / "mixed.gguf", "plain", kinds=kinds, hidden_size=96, intermediate_size=224)
+    at_once, exact = (load(path, "float32", quantization=quantization) for quantization in ("gguf", "none"))
+    assert isinstance(at_once.model._decoder, NativeDecoder)
+    rng = random.Random(0)
+    tokens = [rng.randrange(3, 200) for _ in range(100)]
+    found, expected = (logits_of(runner, tokens).log_softmax(dim=-1) for runner in (at_once, exact))
+    divergence = (expected.exp() * (expected - found)).sum(dim=-1)
+    assert 0 < divergence.mean() < 0.02  # of logits that differ by tens
 
 
 def test_the_attention_of_another_backend_is_refused(tiny_llama, tmp_path):

@@ -6,7 +6,7 @@ A row's result has the same bits whatever other rows a step has, and with any nu
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +74,11 @@ class IntegerWeight:
         counts = self.codes.view(len(self.codes), -1, GROUP).sum(dim=-1, dtype=torch.int32) - GROUP * self.zero
         return counts * self.scales if self.minima is None else counts * self.scales + GROUP * self.minima
 
+    def with_minima(self) -> IntegerWeight:
+        """The same values: zeros are powers of two, so that float16 holds their products with the scales."""
+        minima = -self.zero * self.scales if self.minima is None else self.minima
+        return IntegerWeight(self.codes, self.scales, minima, 0, self.bits)
+
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> IntegerWeight:
         """The weight with its rows in another order; `change` is given tensors of any number of columns."""
         minima = None if self.minima is None else change(self.minima)
@@ -85,24 +90,27 @@ class IntegerWeight:
 
 
 def join_integers(parts: Iterable[IntegerWeight | None]) -> IntegerWeight | None:
-    """The rows of all parts; None where one of them has no such form, or their forms differ."""
-    present: list[IntegerWeight] = []
+    """The rows of all parts; None where one of them has no such form."""
+    present = []
     for part in parts:
-        if part is None or (present and _form(part) != _form(present[0])):
+        if part is None:
             return None
         present.append(part)
-    minima = [part.minima for part in present if part.minima is not None]
+    return stack_integers(present)
+
+
+def stack_integers(parts: Sequence[IntegerWeight]) -> IntegerWeight:
+    """The rows of all parts. If only some have minima, or their zeros differ, all get minima in the place of zeros."""
+    if len({(part.minima is None, part.zero) for part in parts}) > 1:
+        parts = [part.with_minima() for part in parts]
+    minima = [part.minima for part in parts if part.minima is not None]
     return IntegerWeight(
-        joined([part.codes for part in present]),
-        joined([part.scales for part in present]),
+        joined([part.codes for part in parts]),
+        joined([part.scales for part in parts]),
         joined(minima) if minima else None,
-        present[0].zero,
-        present[0].bits,
+        parts[0].zero,
+        max(part.bits for part in parts),
     )
-
-
-def _form(weight: IntegerWeight) -> tuple[bool, int, int]:
-    return weight.minima is None, weight.zero, weight.bits
 
 
 def can_multiply(shape: torch.Size) -> bool:

@@ -1,9 +1,7 @@
 """The two kinds of Checkpoint: a directory with safetensors, and a GGUF file.
 
-GGUF tensors are dequantized one at a time, in pieces, so that none is ever whole in float32: Q4_0 and Q4_1 here, which
-kernels also read as they are stored, the others by the gguf package. A block of Q4_0 or Q4_1 (ggml-common.h) is 32
-columns of a row: the scale in float16, for Q4_1 the minimum in float16, then 16 bytes whose low halves are the first
-16 codes and whose high halves are the others.
+GGUF tensors are dequantized one at a time, in pieces, so that none is ever whole in float32: Q4_0 and Q4_1 from their
+codes, which kernels also read as they are stored, the others by the gguf package.
 """
 
 from __future__ import annotations
@@ -23,13 +21,12 @@ from trioengine.core.errors import ModelError
 from trioengine.core.gguf import GGUFTensor
 from trioengine.core.wording import excerpt
 from trioengine.hub.checkpoint import map_file, read_gguf, read_safetensors
-from trioengine.worker.kernels.linear import GROUP, FourBitWeight
+from trioengine.worker.kernels.linear import FourBitWeight
 from trioengine.worker.kernels.products import IntegerWeight
+from trioengine.worker.weights.blocks import INTEGER_KINDS, read_four_bit, read_integers
 from trioengine.worker.weights.checkpoint import TensorShape
 
 _PIECE = 1 << 19  # elements: 2 MiB in float32, which the caches hold
-_ZERO_CODE = 8  # of Q4_0, whose blocks have no minimum
-_INTEGER_KINDS = ("Q4_0", "Q4_1", "Q8_0")
 
 
 class SafetensorsCheckpoint:
@@ -101,7 +98,7 @@ class GGUFCheckpoint:
     @property
     def has_integers(self) -> bool:
         matrices = [info.type.name for info in self._stored.values() if len(info.shape) == 2]
-        return 2 * sum(kind in _INTEGER_KINDS for kind in matrices) > len(matrices)
+        return 2 * sum(kind in INTEGER_KINDS for kind in matrices) > len(matrices)
 
     def read_integers(self, name: str) -> IntegerWeight | None:
         info = self._stored[name]
@@ -123,33 +120,6 @@ class GGUFCheckpoint:
         with contextlib.suppress(BufferError):  # a traceback still holds a view: the last one unmaps the file
             self._buffer.release()
             self._mapped.close()
-
-
-def read_four_bit(data: memoryview, kind: str, shape: tuple[int, ...]) -> FourBitWeight | None:
-    """Read the matrix of `shape` in its stored form; None for another type, or another rank than 2."""
-    if kind not in ("Q4_0", "Q4_1") or len(shape) != 2:
-        return None
-    numbers = 1 if kind == "Q4_0" else 2  # before a block's codes
-    blocks = np.frombuffer(data, dtype=np.uint8).reshape(shape[0], shape[1] // GROUP, 2 * numbers + GROUP // 2)
-    halves = blocks[..., 2 * numbers :]
-    codes = np.concatenate((halves & 15, halves >> 4), axis=-1).reshape(shape)
-    head = blocks[..., : 2 * numbers].copy().view(np.float16).astype(np.float32)  # [rows, blocks, numbers]
-    scales, minima = head[..., 0], head[..., 0] * -_ZERO_CODE if kind == "Q4_0" else head[..., 1]
-    return FourBitWeight(*(torch.from_numpy(np.ascontiguousarray(part)) for part in (codes, scales, minima)))
-
-
-def read_integers(data: memoryview, kind: str, shape: tuple[int, ...]) -> IntegerWeight | None:
-    """Read the matrix of `shape` as Q4_0, Q4_1 or Q8_0 stores it; None for another type, or another rank than 2."""
-    four_bit = read_four_bit(data, kind, shape)
-    if four_bit is not None:
-        minima, zero = (None, _ZERO_CODE) if kind == "Q4_0" else (four_bit.minima, 0)
-        return IntegerWeight(four_bit.codes, four_bit.scales, minima, zero, 4)
-    if kind not in _INTEGER_KINDS or len(shape) != 2:
-        return None
-    blocks = np.frombuffer(data, dtype=np.uint8).reshape(shape[0], shape[1] // GROUP, 2 + GROUP)
-    scales = blocks[..., :2].copy().view(np.float16)[..., 0].astype(np.float32)
-    codes = (blocks[..., 2:] ^ 128).reshape(shape)  # from two's complement to an offset of 128
-    return IntegerWeight(torch.from_numpy(codes), torch.from_numpy(scales), None, 128, 8)
 
 
 def dequantize_gguf(

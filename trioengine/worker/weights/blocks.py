@@ -1,0 +1,152 @@
+"""Matrices as GGUF files store them (ggml-common.h): read as integers of few bits, without dequantizing them.
+
+A block is 32 columns of a row; of the types with `_K` it is 256, in parts of 32 columns with a scale each. Numbers
+before the codes are float16. Codes of 4 bits share bytes: in a block of 32 the low halves are the first 16 codes; in
+one of 256, of each 32 bytes, the low halves are the codes of one part, and the high halves those of the next. The fifth
+bits of all codes are in bytes of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from trioengine.worker.kernels.linear import GROUP, FourBitWeight
+from trioengine.worker.kernels.products import IntegerWeight, stack_integers, to_integers
+
+Array: TypeAlias = NDArray[Any]
+_PIECE = 1 << 20  # bytes that are dequantized at a time, to be quantized again
+_PARTS = 8  # of a block of 256 columns
+
+
+def read_four_bit(data: memoryview, kind: str, shape: tuple[int, ...]) -> FourBitWeight | None:
+    """Read the matrix of `shape` as Q4_0 or Q4_1 stores it; None for another type, or another rank than 2."""
+    if kind not in ("Q4_0", "Q4_1"):
+        return None
+    weight = read_integers(data, kind, shape)
+    if weight is None:
+        return None
+    minima = weight.scales * -weight.zero if weight.minima is None else weight.minima
+    return FourBitWeight(weight.codes, weight.scales, minima)
+
+
+def read_integers(data: memoryview, kind: str, shape: tuple[int, ...]) -> IntegerWeight | None:
+    """Read the matrix of `shape` as integers; None for a type without them, or another rank than 2.
+
+    Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are read exactly. Of Q4_K and Q5_K the products of two scales are rounded to
+    float16. Q6_K, whose scales are for 16 columns, is quantized again, to 8 bits.
+    """
+    if len(shape) != 2 or kind not in INTEGER_KINDS:
+        return None
+    quantization = GGMLQuantizationType[kind]
+    columns, size = GGML_QUANT_SIZES[quantization]
+    blocks = np.frombuffer(data, dtype=np.uint8).reshape(shape[0], shape[1] // columns, size)
+    if kind == "Q6_K":
+        return _quantized_again(blocks.reshape(shape[0], -1), quantization)
+    codes, scales, minima, zero, bits = _READERS[kind](blocks)
+    return IntegerWeight(
+        torch.from_numpy(codes.reshape(shape)),
+        _factors(scales, shape),
+        None if minima is None else _factors(minima, shape),
+        zero,
+        bits,
+    )
+
+
+def _quantized_again(rows: Array, quantization: GGMLQuantizationType) -> IntegerWeight:
+    """Some rows at a time, in little memory."""
+    step = max(1, _PIECE // rows.shape[1])
+    pieces = (dequantize(rows[start : start + step], quantization) for start in range(0, len(rows), step))
+    return stack_integers([to_integers(torch.from_numpy(piece)) for piece in pieces])
+
+
+_Parts: TypeAlias = tuple[Array, Array, Array | None, int, int]  # codes, scales, minima, zero, bits of a code
+
+
+def _q4_0(blocks: Array) -> _Parts:
+    return _halves(blocks[..., 2:]), _numbers(blocks, 1)[0], None, 8, 4
+
+
+def _q4_1(blocks: Array) -> _Parts:
+    scales, minima = _numbers(blocks, 2)
+    return _halves(blocks[..., 4:]), scales, minima, 0, 4
+
+
+def _q5_0(blocks: Array) -> _Parts:
+    codes = _halves(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
+    return codes, _numbers(blocks, 1)[0], None, 16, 8
+
+
+def _q5_1(blocks: Array) -> _Parts:
+    scales, minima = _numbers(blocks, 2)
+    return _halves(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8]), scales, minima, 0, 8
+
+
+def _q8_0(blocks: Array) -> _Parts:
+    return blocks[..., 2:] ^ 128, _numbers(blocks, 1)[0], None, 128, 8  # from two's complement
+
+
+def _q4_k(blocks: Array) -> _Parts:
+    return _parts(blocks[..., 16:]), *_scales_and_minima(blocks), 0, 4
+
+
+def _q5_k(blocks: Array) -> _Parts:
+    high = blocks[..., 16:48, None] >> np.arange(_PARTS, dtype=np.uint8) & 1  # a bit for each part
+    codes = _parts(blocks[..., 48:]) | np.moveaxis(high, -1, -2).reshape(*blocks.shape[:-1], -1) << 4
+    return codes, *_scales_and_minima(blocks), 0, 8
+
+
+_READERS: dict[str, Callable[[Array], _Parts]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+}
+INTEGER_KINDS = frozenset((*_READERS, "Q6_K"))
+
+
+def _numbers(blocks: Array, count: int) -> list[Array]:
+    """The first numbers of each block, as float32."""
+    numbers = blocks[..., : 2 * count].copy().view(np.float16).astype(np.float32)
+    return [numbers[..., i] for i in range(count)]
+
+
+def _halves(codes: Array) -> Array:
+    return np.concatenate((codes & 15, codes >> 4), axis=-1)
+
+
+def _fifth_bits(words: Array) -> Array:
+    """[..., 4] -> [..., 32], with the value 16."""
+    return np.unpackbits(words, axis=-1, bitorder="little") << 4
+
+
+def _parts(codes: Array) -> Array:
+    """[..., 128] -> [..., 256]."""
+    pairs = codes.reshape(*codes.shape[:-1], _PARTS // 2, 1, GROUP)
+    return np.concatenate((pairs & 15, pairs >> 4), axis=-2).reshape(*codes.shape[:-1], -1)
+
+
+def _scales_and_minima(blocks: Array) -> tuple[Array, Array]:
+    """Each is a number of the block's times a factor of a part's, of 6 bits: [..., 256 / 32].
+
+    The factors of the last four parts have their upper two bits above the factors of the first four.
+    """
+    scale, minimum = _numbers(blocks, 2)
+    first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = np.concatenate((first & 63, third & 15 | first >> 6 << 4), axis=-1)
+    minima = np.concatenate((second & 63, third >> 4 | second >> 6 << 4), axis=-1)
+    return scale[..., None] * scales, -minimum[..., None] * minima
+
+
+def _factors(values: Array, shape: tuple[int, ...]) -> torch.Tensor:
+    """[rows, columns / GROUP] of float32, rounded to float16."""
+    return torch.from_numpy(np.ascontiguousarray(values).reshape(shape[0], -1)).half().float()
