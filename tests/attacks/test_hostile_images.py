@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.image_attacks import DATA
 
 TESTS = Path(__file__).parents[1]
 CHILD = TESTS / "helpers/image_attacks.py"
 LAST_RESORT = 3600  # seconds
-SECONDS, MEMORY = 0.1, 50 << 20  # of processor time, and bytes
+MEMORY = 50 << 20  # bytes
 WHERE = "messages[0].content[0]"
 TOO_LARGE, BAD, FORMAT = "image_too_large", "image_parse_error", "invalid_image_format"
 NOTHING_FETCHED = "invalid_image_url", "only data: URLs are accepted; the server fetches nothing"
@@ -95,12 +96,13 @@ def test_strange_images_are_accepted(results, name, size):
 
 def test_none_is_costly(results):
     """Of 10 MiB of data, the larger part of the cost is the data itself, decoded from base64."""
-    assert results.keys() == {*REFUSED, *ACCEPTED, "no URL"}
-    costly = {name: cost for name, (_, *cost) in results.items() if cost[0] >= SECONDS or cost[1] >= MEMORY}
+    assert results.keys() == {*REFUSED, *ACCEPTED, "no URL", DATA}
+    seconds = 2 * results[DATA][1]
+    costly = {name: cost for name, (_, *cost) in results.items() if cost[0] >= seconds or cost[1] >= MEMORY}
     assert costly == {}
 
 
 def test_no_message_is_long(results):
-    messages = [answer[1] for answer, *_ in results.values() if isinstance(answer[1], str)]
+    messages = [answer[1] for answer, *_ in results.values() if answer is not None and isinstance(answer[1], str)]
     assert max(map(len, messages)) < 200
     assert not any(re.search("Error|Traceback|struct", message) for message in messages)

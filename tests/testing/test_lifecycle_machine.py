@@ -202,7 +202,7 @@ def test_a_program_is_disturbed_in_every_way():
         (Alone, "an operator aborted it alone"),
         (Unsafe, "a bug"),
         (Leak, f"sessions are left, opened at {__file__}"),
-        (LostWakeUp, "wait forever"),
+        (LostWakeUp, "wait forever:\ntasks wait in testing/test_lifecycle_machine.py:"),
         (DoubleAnswer, "one answer too many"),
     ],
 )

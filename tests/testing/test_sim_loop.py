@@ -6,6 +6,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+import anyio
 import pytest
 import trio
 from trio import _threads
@@ -217,6 +218,17 @@ def test_places_are_the_innermost_functions_each_once(loop):
     places = loop.places()
     assert places.startswith("tasks wait in testing/test_sim_loop.py:") and places.count(".wait") == 1
     assert places.endswith("<locals>.caller")
+    assert loop.places(["other"]) == ""
+
+
+def test_places_are_in_files_of_the_users_where_there_are_any(loop):
+    async def caller():
+        await anyio.sleep_forever()
+
+    loop.start_soon(caller, name="caller")
+    loop.settle()
+    assert "TrioBackend.sleep" in loop.places(["caller"])
+    assert loop.places(["caller"], lambda file: file == __file__).endswith("<locals>.caller")
 
 
 def test_a_loop_that_is_given_up_leaves_nothing_behind():

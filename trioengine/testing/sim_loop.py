@@ -189,17 +189,22 @@ class SimLoop:
 
     def stacks(self, names: Iterable[str] | None = None) -> str:
         """Where the tasks with these names wait, in this order, or all tasks, and then those below them."""
-        tasks = {task.name: task for task in _sorted(self.nursery.child_tasks)}
-        above = [tasks[name] for name in (tasks if names is None else names) if name in tasks]
-        return "\n".join(f"{task.name}:\n{_stack(task)}" for task in _with_those_below(above))
+        return "\n".join(f"{task.name}:\n{_stack(task)}" for task in _with_those_below(self._named(names)))
 
-    def places(self) -> str:
-        """The functions in which tasks wait, each once, inner nurseries first; some of them if there are many."""
-        above = _sorted(self.nursery.child_tasks)
+    def places(self, names: Iterable[str] | None = None, is_users: Callable[[str], bool] = lambda file: False) -> str:
+        """The functions in which these tasks wait, each once, inner nurseries first; some of them if there are many.
+
+        Of each task it is the innermost function in a file that is the user's, or else the innermost one.
+        """
+        above = self._named(names)
         tasks = [*_with_those_below(above)[len(above) :], *above]
-        places = ", ".join(dict.fromkeys(filter(None, map(_place, tasks))))
-        text = f"tasks wait in {places}"
+        places = ", ".join(dict.fromkeys(filter(None, (_place(task, is_users) for task in tasks))))
+        text = f"tasks wait in {places}" if places else ""
         return textwrap.fill(text, WIDTH, subsequent_indent="  ", max_lines=MAX_LINES, placeholder=" ...")
+
+    def _named(self, names: Iterable[str] | None) -> list[trio.lowlevel.Task]:
+        tasks = {task.name: task for task in _sorted(self.nursery.child_tasks)}
+        return [tasks[name] for name in (tasks if names is None else names) if name in tasks]
 
     @property
     def idle(self) -> bool:
@@ -301,8 +306,8 @@ def _stack(task: trio.lowlevel.Task) -> str:
     return "".join(traceback.format_list(theirs or ours))
 
 
-def _place(task: trio.lowlevel.Task) -> str:
-    """The innermost function that is neither trio's nor the kit's; empty without one."""
+def _place(task: trio.lowlevel.Task, is_users: Callable[[str], bool]) -> str:
+    """The innermost function of the user's, or else one that is neither trio's nor the kit's; empty without one."""
     frames = [
         (frame.f_code, line)
         for frame, line in await_frames(task.coro)
@@ -310,7 +315,7 @@ def _place(task: trio.lowlevel.Task) -> str:
     ]
     if not frames:
         return ""
-    code, line = frames[-1]
+    code, line = ([each for each in frames if is_users(each[0].co_filename)] or frames)[-1]
     return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{line} {code.co_qualname}"
 
 

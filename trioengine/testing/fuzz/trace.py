@@ -96,6 +96,11 @@ def is_library(file: str) -> bool:
     return file.startswith(_LIBRARIES) and not is_packages(file)
 
 
+def is_users(file: str) -> bool:
+    """Whether code in this file is neither a library's nor this package's."""
+    return not is_library(file) and not is_packages(file)
+
+
 def is_under_test(file: str) -> bool:
     """Whether code in this file is neither a library's nor the kit's."""
     return not is_library(file) and not file.startswith(_KIT)

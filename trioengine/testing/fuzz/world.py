@@ -24,7 +24,7 @@ from trioengine.testing.fuzz.machine import TABLE_STATES, Machine
 from trioengine.testing.fuzz.oracles import check_counts, check_decided, check_limits
 from trioengine.testing.fuzz.promptness import Bounds, Wait, waits_of
 from trioengine.testing.fuzz.request_log import AdmissionLog, RequestLog
-from trioengine.testing.fuzz.trace import Trace
+from trioengine.testing.fuzz.trace import Trace, is_users
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_process import SIGSEGV
 from trioengine.testing.simulated_worker import Health, SimulatedWorker
@@ -232,7 +232,7 @@ class World(Machine):
     ) -> None:
         """Settle, and let the clock jump from deadline to deadline, until it is done or the horizon is reached.
 
-        The complaint shows where the tasks with these names wait, in this order, or all tasks, with a summary.
+        The complaint shows where the tasks with these names wait, in this order, or all tasks, below a summary.
         """
         self._settle()
         passed = 0.0
@@ -243,8 +243,9 @@ class World(Machine):
             self._raise_crash()
             if math.isinf(step) or passed >= self.horizon:
                 problem = complaint if isinstance(complaint, str) else complaint()
-                places = "" if names is not None else f"{self.loop.places()}\n\n"
-                raise AssertionError(f"{problem}:\n{places}{self.loop.stacks(names)}")
+                places = self.loop.places(names, is_users)
+                parts = (f"{problem}:", *([places, ""] if places else []), self.loop.stacks(names))
+                raise AssertionError("\n".join(parts))
             self._check_bounds(step)
             self.loop.clock.jump(max(step, 0.0))
             passed += step
