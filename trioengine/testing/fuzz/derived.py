@@ -1,4 +1,4 @@
-"""What machines have in common that users derive classes from: their names are safe from those of the users."""
+"""The base class of machines from which users derive classes: it protects the names of its own."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A block is 32 columns of a row; of the types with `_K` it is 256, in parts of 32 columns with a scale each. Numbers
 before the codes are float16. Codes of 4 bits share bytes: in a block of 32 the low halves are the first 16 codes; in
-one of 256, of each 32 bytes, the low halves are the codes of one part, and the high halves those of the next. The fifth
-bits of all codes are in bytes of their own.
+one of 256, of each 32 bytes, the low halves are the codes of one part, and the high halves the codes of the next. The
+fifth bits of all codes are in bytes of their own.
 """
 
 from __future__ import annotations
