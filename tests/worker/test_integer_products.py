@@ -268,13 +268,15 @@ def test_auto_is_reported_as_its_choice(smollm2, tiny_llama, tmp_path, monkeypat
     for is_fast, path, reported in ((True, smollm2, "gguf"), (False, smollm2, "none"), (True, plain, "none")):
         monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda is_fast=is_fast: is_fast)
         assert ModelSpec.read(WorkerConfig(str(path), kv_cache_memory=64 << 20)).quantization == reported
+    config = WorkerConfig(str(plain), quantization="gguf", kv_cache_memory=64 << 20)
+    assert ModelSpec.read(config).quantization == "none"
 
 
-def linears_of(quantization="auto", dtype="bfloat16", kernels=None, *, made=torch.bfloat16, has_integers=True):
+def linears_of(quantization="auto", dtype="bfloat16", kernels=None, *, made=torch.bfloat16, share=1.0):
     """`made` is the dtype of the kernels, which `auto` becomes."""
     kernels = kernels or NativeKernels(*NATIVE, made, 16)
     choice = LinearChoice(WorkerConfig("m.gguf", dtype=dtype, quantization=quantization), made, kernels)
-    return choice.of(SimpleNamespace(has_integers=has_integers))
+    return choice.of(SimpleNamespace(integer_share=share))
 
 
 def products_of(*arguments, **options):
@@ -287,7 +289,7 @@ def test_auto_takes_integers_where_they_are_fast_and_exact_enough(monkeypatch):
     assert products_of() is not None
     assert products_of(dtype="auto", made=torch.float32) is not None
     assert products_of(dtype="float32", made=torch.float32) is None
-    assert products_of(has_integers=False) is None
+    assert products_of(share=0.5) is None
     assert products_of(kernels=TorchKernels(3)) is None
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
     assert products_of() is None
@@ -323,12 +325,12 @@ def test_each_checkpoint_that_is_loaded_is_looked_at(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
     kernels = NativeKernels(*NATIVE, torch.bfloat16, 16)
     choice = LinearChoice(WorkerConfig("m.gguf"), torch.bfloat16, kernels)
-    found = [choice.of(SimpleNamespace(has_integers=has)).products for has in (False, True, False, True)]
+    found = [choice.of(SimpleNamespace(integer_share=share)).products for share in (0.0, 0.6, 0.4, 1.0)]
     assert [products is not None for products in found] == [False, True, False, True]
     assert found[1] is found[3]
 
 
 def test_which_checkpoints_have_integers(smollm2, tiny_llama, tmp_path):
-    for path, has_integers in ((smollm2, True), (tiny_llama.write(tmp_path / "plain", "plain"), False)):
+    for path, share in ((smollm2, 1.0), (tiny_llama.write(tmp_path / "plain", "plain"), 0.0)):
         with contextlib.closing(open_checkpoint(str(path))) as checkpoint:
-            assert checkpoint.has_integers == has_integers
+            assert checkpoint.integer_share == share

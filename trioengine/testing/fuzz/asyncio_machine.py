@@ -73,7 +73,7 @@ class AsyncioMachine(DerivedMachine):
         self._first_tasks: set[Task] = set()  # those before the first client
         self._num_traced = 0
         self._serving = self.loop.start_soon(SERVER, self.serve(), "serve") if self._overrides("serve") else None
-        self._reserve_names()
+        self._check_names()
 
     # ---- to override ----------------------------------------------------------------------------------------------
 

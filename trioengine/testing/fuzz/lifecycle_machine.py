@@ -40,9 +40,10 @@ class LifecycleMachine(DerivedMachine, PeersEnvironment[MemoryPeer]):
     start these tasks and cancel them at any pass, break connections at any byte, kill, stop and restart the worker, put
     the engine to sleep, end it, and let time pass. In the end there are no faults any more, and every task must end.
 
-    A finding is an exception of a task: an AssertionError or any other one, but an EXCUSABLE error of the engine's only
-    if nothing that happened while the task lived explains it. Other findings are a task, a connection or a session that
-    is left in the end, and a difference between the engine and the worker.
+    A finding is an exception of a task: an AssertionError or any other one, but for the EXCUSABLE errors of the engine;
+    EngineClosed and WorkerLost only pass if the engine was closed, or a worker harmed, while the task lived. Other
+    findings are a task, a connection or a session that is left in the end, and a difference between the engine and the
+    worker.
 
     `config` is the engine's, and `limits` the worker's; in the end tasks may take `horizon` seconds on the simulated
     clock.
@@ -62,7 +63,7 @@ class LifecycleMachine(DerivedMachine, PeersEnvironment[MemoryPeer]):
         if self._overrides("serve"):
             self._call("serve", self._serve, EXCUSABLE)
             self._serving = self.calls[-1]
-        self._reserve_names()
+        self._check_names()
 
     # ---- to override ----------------------------------------------------------------------------------------------
 

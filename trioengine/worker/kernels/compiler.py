@@ -26,7 +26,7 @@ from trioengine.hub.known_models import trioengine_home
 
 logger = logging.getLogger("trioengine")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-Wall")
-_TIMEOUT = 30.0  # seconds: one is needed, and a start may take longer without progress
+_TIMEOUT = 55.0  # seconds: some are needed; a start may take longer than two of them without progress
 _WORKPLACE = ".compile-"  # + a random suffix
 
 

@@ -75,7 +75,7 @@ class IntegerWeight:
         return counts * self.scales if self.minima is None else counts * self.scales + GROUP * self.minima
 
     def with_minima(self) -> IntegerWeight:
-        """The same values: zeros are powers of two, so that float16 holds their products with the scales."""
+        """The same values: float16 holds the products of zeros, powers of two, with scales, unless they overflow."""
         minima = -self.zero * self.scales if self.minima is None else self.minima
         return IntegerWeight(self.codes, self.scales, minima, 0, self.bits)
 

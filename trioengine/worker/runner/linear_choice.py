@@ -49,7 +49,9 @@ class LinearChoice:
         """`gguf` or `int8` where a checkpoint's products are of integers, else `none`."""
         if self._products_of(checkpoint) is None:
             return "none"
-        return "int8" if self._config.quantization == "int8" else "gguf"
+        if self._config.quantization == "int8":
+            return "int8"
+        return "gguf" if checkpoint.integer_share else "none"
 
     def release(self) -> None:
         """Give the memory of steps back."""
@@ -62,7 +64,7 @@ class LinearChoice:
             return None if quantization == "none" else self._products
         if self._config.dtype == "float32" or not torch.cpu._is_avx2_supported():
             return None
-        if not (isinstance(self._kernels, NativeKernels) and checkpoint.has_integers):
+        if not (isinstance(self._kernels, NativeKernels) and checkpoint.integer_share > 0.5):
             return None
         if self._products is None and not self._is_missing:
             try:

@@ -21,7 +21,7 @@ from trioengine.worker.kernels.linear import GROUP, FourBitWeight
 from trioengine.worker.kernels.products import IntegerWeight, stack_integers, to_integers
 
 Array: TypeAlias = NDArray[Any]
-_PIECE = 1 << 20  # bytes that are dequantized at a time, to be quantized again
+_PIECE = 1 << 20  # bytes that are read at a time, in several times their memory
 _PARTS = 8  # of a block of 256 columns
 
 
@@ -44,26 +44,26 @@ def read_integers(data: memoryview, kind: str, shape: tuple[int, ...]) -> Intege
     """
     if len(shape) != 2 or kind not in INTEGER_KINDS:
         return None
-    quantization = GGMLQuantizationType[kind]
-    columns, size = GGML_QUANT_SIZES[quantization]
-    blocks = np.frombuffer(data, dtype=np.uint8).reshape(shape[0], shape[1] // columns, size)
-    if kind == "Q6_K":
-        return _quantized_again(blocks.reshape(shape[0], -1), quantization)
-    codes, scales, minima, zero, bits = _READERS[kind](blocks)
-    return IntegerWeight(
-        torch.from_numpy(codes.reshape(shape)),
-        _factors(scales, shape),
-        None if minima is None else _factors(minima, shape),
-        zero,
-        bits,
+    rows = np.frombuffer(data, dtype=np.uint8).reshape(shape[0], -1)
+    step = max(1, _PIECE // rows.shape[1])
+    return stack_integers(
+        [_read_rows(rows[start : start + step], kind, shape[1]) for start in range(0, len(rows), step)]
     )
 
 
-def _quantized_again(rows: Array, quantization: GGMLQuantizationType) -> IntegerWeight:
-    """Some rows at a time, in little memory."""
-    step = max(1, _PIECE // rows.shape[1])
-    pieces = (dequantize(rows[start : start + step], quantization) for start in range(0, len(rows), step))
-    return stack_integers([to_integers(torch.from_numpy(piece)) for piece in pieces])
+def _read_rows(rows: Array, kind: str, num_columns: int) -> IntegerWeight:
+    quantization = GGMLQuantizationType[kind]
+    if kind == "Q6_K":
+        return to_integers(torch.from_numpy(dequantize(rows, quantization)))
+    columns, size = GGML_QUANT_SIZES[quantization]
+    codes, scales, minima, zero, bits = _READERS[kind](rows.reshape(len(rows), num_columns // columns, size))
+    return IntegerWeight(
+        torch.from_numpy(codes.reshape(len(rows), num_columns)),
+        _factors(scales),
+        None if minima is None else _factors(minima),
+        zero,
+        bits,
+    )
 
 
 _Parts: TypeAlias = tuple[Array, Array, Array | None, int, int]  # codes, scales, minima, zero, bits of a code
@@ -147,6 +147,6 @@ def _scales_and_minima(blocks: Array) -> tuple[Array, Array]:
     return scale[..., None] * scales, -minimum[..., None] * minima
 
 
-def _factors(values: Array, shape: tuple[int, ...]) -> torch.Tensor:
+def _factors(values: Array) -> torch.Tensor:
     """[rows, columns / GROUP] of float32, rounded to float16."""
-    return torch.from_numpy(np.ascontiguousarray(values).reshape(shape[0], -1)).half().float()
+    return torch.from_numpy(np.ascontiguousarray(values).reshape(len(values), -1)).half().float()

@@ -66,8 +66,8 @@ class Checkpoint(Protocol):
         ...
 
     @property
-    def has_integers(self) -> bool:
-        """Whether `read_integers` gives most of the matrices."""
+    def integer_share(self) -> float:
+        """The share of the matrices that `read_integers` gives."""
         ...
 
     def read_integers(self, name: str) -> IntegerWeight | None:

@@ -54,8 +54,8 @@ class SafetensorsCheckpoint:
         return None
 
     @property
-    def has_integers(self) -> bool:
-        return False
+    def integer_share(self) -> float:
+        return 0.0
 
     def read_integers(self, name: str) -> IntegerWeight | None:
         return None
@@ -96,9 +96,9 @@ class GGUFCheckpoint:
         return weight and weight.map_rows(lambda rows: self._in_halves(name, rows))
 
     @property
-    def has_integers(self) -> bool:
-        matrices = [info.type.name for info in self._stored.values() if len(info.shape) == 2]
-        return 2 * sum(kind in INTEGER_KINDS for kind in matrices) > len(matrices)
+    def integer_share(self) -> float:
+        matrices = [info.type.name in INTEGER_KINDS for info in self._stored.values() if len(info.shape) == 2]
+        return sum(matrices) / max(1, len(matrices))
 
     def read_integers(self, name: str) -> IntegerWeight | None:
         info = self._stored[name]
