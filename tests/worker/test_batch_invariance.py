@@ -9,9 +9,7 @@ from helpers.torch_driver import load, needs_compiler, reference
 
 from trioengine.core.errors import ModelError
 from trioengine.core.sampling_params import ResolvedParams
-from trioengine.worker.kernels import linear
 from trioengine.worker.kernels.batch import make_batch
-from trioengine.worker.kernels.linear import InvariantLinears, RowPlan, find_plan, row_plans
 from trioengine.worker.runner.sampling import sample
 from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import Limits, Sequence
@@ -120,7 +118,7 @@ def check_preemption(runner, prompts, lengths):
 @pytest.mark.parametrize("variant", ["plain", "tied", "llama3", "bias"])
 def test_tiny_checkpoints(tiny_llama, tmp_path, one_thread, variant, dtype):
     path = tiny_llama.write(tmp_path / variant, variant, hidden_size=96, intermediate_size=2048)
-    runner = load(path, dtype, batch_invariant=dtype == "bfloat16")
+    runner = load(path, dtype)
     rng = random.Random(variant)
     prompts = [[rng.randrange(3, 200) for _ in range(size)] for size in (90, 17, 1, 2, 40, 33, 16, 40, 17)]
     lengths = [29, 30, 18, 19, 25, 17, 26, 24, 20]
@@ -130,7 +128,7 @@ def test_tiny_checkpoints(tiny_llama, tmp_path, one_thread, variant, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_smollm2(smollm2, one_thread, dtype):
-    runner = load(smollm2, dtype, kv_cache_memory=128 << 20, batch_invariant=dtype == "bfloat16")
+    runner = load(smollm2, dtype, kv_cache_memory=128 << 20)
     rng = random.Random(0)
     prompts = [case["prompt"] for case in reference("reference.json")][:3]
     prompts.append([rng.randrange(100, 49_000) for _ in range(70)])
@@ -138,119 +136,19 @@ def test_smollm2(smollm2, one_thread, dtype):
     check_preemption(runner, prompts, [17, 18, 17, 19])
 
 
-def test_any_number_of_threads(path, prompt):
-    """The promise holds for each number; between numbers, nothing is said."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_number_of_threads(path, prompt, dtype):
+    """The same bits with each number."""
+    prompts, lengths = [prompt, prompt[5:22], [3], [4, 5]], [5, 9, 8, 7]
     threads = torch.get_num_threads()
     try:
+        expected, _ = answers(load(path, dtype, num_threads=1), prompts, lengths)
         for number in (2, 3):
-            runner = load(path, num_threads=number)
-            check(runner, [prompt, prompt[5:22], [3], [4, 5]], [5, 9, 8, 7], chunks=(33,))
+            runner = load(path, dtype, num_threads=number)
+            check(runner, prompts, lengths, chunks=(33,))
+            assert same(answers(runner, prompts, lengths)[0], expected)
     finally:
         torch.set_num_threads(threads)
-
-
-# ---- row plans -----------------------------------------------------------------------------------------------------
-
-
-def depends_on_rows(weight, *, size):
-    """A product that sums in another order in each incomplete block of `size` rows."""
-
-    def linear(x):
-        last = len(x) - len(x) % size
-        return torch.cat((sum_in_order(x[:last], weight), sum_in_order(x[last:].flip(1), weight.flip(1))))
-
-    return linear
-
-
-def sum_in_order(x, weight):
-    """[rows, out_features], the terms added one after the other."""
-    total = torch.zeros(len(x), len(weight), dtype=x.dtype)
-    for column in range(x.shape[1]):
-        total = total + x[:, column, None] * weight[None, :, column]
-    return total
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("size", "index"), [(1, 0), (16, 2), (3, None)])
-def test_the_cheapest_plan_that_holds(monkeypatch, dtype, size, index):
-    monkeypatch.setattr(linear, "make_linear", lambda weight, bias=None: depends_on_rows(weight, size=size))
-    found = find_plan(torch.Size((20, 12)), dtype, has_bias=False)
-    assert found == (None if index is None else row_plans(512)[index])
-
-
-def single_rows_differ(weight, bias=None):
-    few = depends_on_rows(weight, size=2)
-    return lambda x: few(x) if len(x) == 1 else sum_in_order(x, weight)
-
-
-def position_matters(weight, bias=None):
-    """Rows behind the 16th of a product are summed in another order."""
-    return lambda x: torch.cat((sum_in_order(x[:16], weight), sum_in_order(x[16:].flip(1), weight.flip(1))))
-
-
-@pytest.mark.parametrize(("make", "index"), [(single_rows_differ, 1), (position_matters, 3)])
-def test_other_plans(monkeypatch, make, index):
-    monkeypatch.setattr(linear, "make_linear", make)
-    assert find_plan(torch.Size((20, 12)), torch.float32, has_bias=False) == row_plans(512)[index]
-
-
-@pytest.mark.parametrize("plan", [RowPlan(1, 1, 8), RowPlan(2, 1, 8), RowPlan(4, 4, 8), RowPlan(4, 4, 4)])
-def test_a_plan_changes_the_numbers_of_rows_alone(plan):
-    weight, seen = torch.randn(5, 3, dtype=torch.float64), []
-
-    def linear(x):
-        seen.append(len(x))
-        return x @ weight.t()
-
-    for rows in range(20):
-        x = torch.randn(rows, 3, dtype=torch.float64)
-        result = plan.apply(linear)(x)
-        assert result.shape == (rows, 5)
-        torch.testing.assert_close(result, x @ weight.t())
-    assert {rows for rows in seen if rows} <= {
-        rows for rows in range(plan.least, plan.most + 1) if rows % plan.multiple == 0
-    }
-
-
-def test_each_shape_is_tried_once(monkeypatch):
-    tried = []
-    monkeypatch.setattr(
-        linear, "find_plan", lambda *key, has_bias: tried.append((*key, has_bias)) or RowPlan(1, 1, 512)
-    )
-    linears = InvariantLinears(is_required=True)
-    for out_features in (8, 16, 8):
-        linears.make(torch.randn(out_features, 4), None)
-    linears.make(torch.randn(8, 4), torch.zeros(8))
-    assert [(tuple(shape), has_bias) for shape, _, has_bias in tried] == [
-        ((8, 4), False),
-        ((16, 4), False),
-        ((8, 4), True),
-    ]
-
-
-# ---- where there is no plan ----------------------------------------------------------------------------------------
-
-
-def without_plans(monkeypatch):
-    monkeypatch.setattr(linear, "find_plan", lambda *key, has_bias: None)
-
-
-def test_without_a_plan_float32_warns_once_a_shape(path, monkeypatch, capfd):
-    without_plans(monkeypatch)
-    runner = load(path)
-    warnings = capfd.readouterr().err.splitlines()
-    problem = "products of 80 x 48 in float32 depend on the batch on this machine"
-    assert f"trioengine: {problem}: answers are not repeatable" in warnings
-    assert len(warnings) == len(set(warnings)) == 5
-    assert answers(runner, [[5, 6, 7]], [3])[0][0].tokens
-
-
-def test_without_a_plan_batch_invariant_is_refused(path, monkeypatch):
-    without_plans(monkeypatch)
-    problem = r"products of \d+ x 48 in float32 depend on the batch on this machine"
-    message = f"batch_invariant: {problem}; run without batch_invariant"
-    with pytest.raises(ModelError, match=message):
-        load(path, batch_invariant=True)
 
 
 def test_torch_kernels_are_refused(path):

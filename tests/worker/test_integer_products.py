@@ -13,11 +13,9 @@ from test_batch_invariance import check, check_preemption
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
-from trioengine.worker.kernels import products
-from trioengine.worker.kernels.compiler import KernelsUnavailable
+from trioengine.worker.kernels.integer_weights import IntegerWeight, can_multiply, join_integers, to_integers
 from trioengine.worker.kernels.linear import GROUP
 from trioengine.worker.kernels.native_kernels import NativeKernels
-from trioengine.worker.kernels.products import IntegerProducts, IntegerWeight, can_multiply, join_integers, to_integers
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.runner.linear_choice import LinearChoice
 from trioengine.worker.runner.model_weights import ModelSpec
@@ -28,7 +26,7 @@ KINDS = ["Q4_0", "Q4_1", "Q8_0", "Q5_1"]  # one of each form
 EXACT = [*KINDS, "Q5_0"]
 ROUNDED = ["Q4_K", "Q5_K"]
 NATIVE = (3, 1, 64)  # the shape of a model
-INSTRUCTIONS = ["VNNI", "AVX512", "AVX2", 0]  # where the CPU has them, else fewer; 0: those of GCC's choice
+INSTRUCTIONS = ["VNNI", "AVX512", "AVX2", "0"]  # where the CPU has them, else fewer; 0: those of GCC's choice
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +56,9 @@ def stored(kind, rows, columns, seed=0):
     return read_integers(memoryview(data.tobytes()), kind, (rows, columns)), torch.from_numpy(exact)
 
 
-def make_products(dtype, **macros):
+def make_products(dtype, at_most=None):
     """Use a library that is compiled for some model: products do not depend on its shape."""
-    return IntegerProducts(dtype, NativeKernels(*NATIVE, dtype, 16).macros | macros)
+    return NativeKernels(*NATIVE, dtype, 16, at_most).products
 
 
 def dequantized(weight):
@@ -93,7 +91,7 @@ def test_the_largest_codes(instructions):
     x[:, 0] = 1.0  # so all others have the code -128
     for weight in (four, eight):
         exact = (x.double() @ weight.codes.double().t()).float()
-        assert torch.allclose(make_products(torch.float32, AT_MOST=instructions).make(weight)(x), exact, rtol=1e-5)
+        assert torch.allclose(make_products(torch.float32, instructions).make_integer(weight)(x), exact, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", EXACT)
@@ -121,7 +119,7 @@ def test_six_bits_are_quantized_again():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_the_reference(kind, dtype, instructions):
-    made = make_products(dtype, AT_MOST=instructions)
+    made = make_products(dtype, instructions)
     torch.manual_seed(0)
     rng = random.Random(kind)
     for rows in (1, 2, 3, 4, 5, 130):
@@ -130,7 +128,7 @@ def test_as_the_reference(kind, dtype, instructions):
         bias = torch.randn(outputs).to(dtype) if rows % 2 else None
         x = (torch.randn(rows, inputs) * 10 ** rng.uniform(-3, 3)).to(dtype)
         expected = reference(x, exact, bias)
-        error = (made.make(weight, bias)(x).double() - expected).abs().max()
+        error = (made.make_integer(weight, bias)(x).double() - expected).abs().max()
         assert error <= (1e-5 if dtype == torch.float32 else 4e-3) * expected.abs().max()
 
 
@@ -138,7 +136,7 @@ def test_as_the_reference(kind, dtype, instructions):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bits_in_any_batch_and_with_any_threads(kind, instructions):
     weight, _ = stored(kind, 176, 320)
-    linear = make_products(torch.float32, AT_MOST=instructions).make(weight)
+    linear = make_products(torch.float32, instructions).make_integer(weight)
     x = torch.randn(517, 320)
     threads = torch.get_num_threads()
     try:
@@ -156,7 +154,7 @@ def test_the_same_bits_in_any_batch_and_with_any_threads(kind, instructions):
 
 def test_what_is_not_finite_stays_in_its_row():
     weight, _ = stored("Q4_1", 32, 64)
-    linear = make_products(torch.float32).make(weight)
+    linear = make_products(torch.float32).make_integer(weight)
     x = torch.randn(5, 64)
     clean = linear(x)
     x[1, 3], x[3, 40] = float("nan"), float("inf")
@@ -167,7 +165,7 @@ def test_what_is_not_finite_stays_in_its_row():
 
 def test_zeros_and_tiny_numbers():
     weight, _ = stored("Q4_1", 32, 64)
-    linear = make_products(torch.float32).make(weight)
+    linear = make_products(torch.float32).make_integer(weight)
     x = torch.zeros(2, 64)
     x[1] = 1e-39
     assert linear(x)[0].count_nonzero() == 0
@@ -198,9 +196,9 @@ def test_an_input_of_another_dtype_is_refused():
     with pytest.raises(
         InvariantError, match=r"a product of 64 columns in torch\.float32 got \[1, 64\] in torch\.bfloat16"
     ):
-        make_products(torch.float32).make(weight)(torch.zeros(1, 64).bfloat16())
+        make_products(torch.float32).make_integer(weight)(torch.zeros(1, 64).bfloat16())
     with pytest.raises(InvariantError, match=r"a product of 64 columns in torch\.float32 got \[2, 32\]"):
-        make_products(torch.float32).make(weight)(torch.zeros(2, 32))
+        make_products(torch.float32).make_integer(weight)(torch.zeros(2, 32))
 
 
 def test_what_float16_does_not_hold():
@@ -222,7 +220,7 @@ def test_totals(kind):
 def test_scratch_is_released():
     weight, _ = stored("Q4_0", 32, 64)
     made = make_products(torch.float32)
-    linear, x = made.make(weight), torch.randn(3, 64)
+    linear, x = made.make_integer(weight), torch.randn(3, 64)
     before = linear(x)
     assert made.scratch._tensors
     made.scratch.release()
@@ -275,59 +273,45 @@ def test_auto_is_reported_as_its_choice(smollm2, tiny_llama, tmp_path, monkeypat
 def linears_of(quantization="auto", dtype="bfloat16", kernels=None, *, made=torch.bfloat16, share=1.0):
     """`made` is the dtype of the kernels, which `auto` becomes."""
     kernels = kernels or NativeKernels(*NATIVE, made, 16)
-    choice = LinearChoice(WorkerConfig("m.gguf", dtype=dtype, quantization=quantization), made, kernels)
+    choice = LinearChoice(WorkerConfig("m.gguf", dtype=dtype, quantization=quantization), kernels)
     return choice.of(SimpleNamespace(integer_share=share))
 
 
-def products_of(*arguments, **options):
-    return linears_of(*arguments, **options).products
+def takes_integers(*arguments, **options):
+    return linears_of(*arguments, **options).takes_integers
 
 
 def test_auto_takes_integers_where_they_are_fast_and_exact_enough(monkeypatch):
-    assert (products_of() is not None) == torch.cpu._is_avx2_supported()
+    assert takes_integers() == torch.cpu._is_avx2_supported()
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
-    assert products_of() is not None
-    assert products_of(dtype="auto", made=torch.float32) is not None
-    assert products_of(dtype="float32", made=torch.float32) is None
-    assert products_of(share=0.5) is None
-    assert products_of(kernels=TorchKernels(3)) is None
+    assert takes_integers()
+    assert takes_integers(dtype="auto", made=torch.float32)
+    assert not takes_integers(dtype="float32", made=torch.float32)
+    assert not takes_integers(share=0.5)
+    assert not takes_integers(kernels=TorchKernels(3))
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
-    assert products_of() is None
-    assert products_of("gguf") is not None
+    assert not takes_integers()
+    assert takes_integers("gguf")
 
 
 def test_none_makes_neither_integers_nor_four_bits():
     linears = linears_of("none")
-    assert linears.products is None
+    assert linears.takes_integers is False
     assert linears.takes_four_bit is False
 
 
-def test_auto_goes_on_without_a_library_that_cannot_be_compiled(monkeypatch, capsys):
-    def fail(source, *_):
-        raise KernelsUnavailable("g++ fails: there is no memory")
-
-    kernels = NativeKernels(*NATIVE, torch.bfloat16, 16)
-    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
-    monkeypatch.setattr(products, "load_library", fail)
-    assert products_of(kernels=kernels) is None
-    assert (
-        capsys.readouterr().err
-        == "trioengine: no products of integers, others are slower: g++ fails: there is no memory\n"
-    )
-    with pytest.raises(
-        ModelError, match=r"quantization gguf: g\+\+ fails: there is no memory; choose quantization auto or"
-    ):
-        products_of("gguf", kernels=kernels)
+def test_torch_kernels_have_products_of_torch():
+    assert linears_of(kernels=TorchKernels(3)).products is None
+    kernels = NativeKernels(*NATIVE, torch.float32, 16)
+    assert linears_of("none", kernels=kernels).products is kernels.products
 
 
 def test_each_checkpoint_that_is_loaded_is_looked_at(monkeypatch):
     """Also after an update of the weights, as a new worker would."""
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
-    kernels = NativeKernels(*NATIVE, torch.bfloat16, 16)
-    choice = LinearChoice(WorkerConfig("m.gguf"), torch.bfloat16, kernels)
-    found = [choice.of(SimpleNamespace(integer_share=share)).products for share in (0.0, 0.6, 0.4, 1.0)]
-    assert [products is not None for products in found] == [False, True, False, True]
-    assert found[1] is found[3]
+    choice = LinearChoice(WorkerConfig("m.gguf"), NativeKernels(*NATIVE, torch.bfloat16, 16))
+    found = [choice.of(SimpleNamespace(integer_share=share)).takes_integers for share in (0.0, 0.6, 0.4, 1.0)]
+    assert found == [False, True, False, True]
 
 
 def test_which_checkpoints_have_integers(smollm2, tiny_llama, tmp_path):

@@ -13,10 +13,10 @@ from test_weights import write_gguf
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.sampling_params import ResolvedParams
-from trioengine.worker.kernels import native_kernels
 from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.decoder import LayerByLayer
 from trioengine.worker.kernels.native_decoder import NativeDecoder
+from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.torch_kernels import TorchAttention
 from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
@@ -32,7 +32,7 @@ def load_both(monkeypatch):
 
     def load_twice(path, dtype, quantization):
         at_once = load(path, dtype, quantization=quantization)
-        monkeypatch.setattr(native_kernels, "integer_layers", lambda layers: None)
+        monkeypatch.setattr(NativeKernels, "decoder", lambda kernels, *shape: LayerByLayer(kernels, *shape))
         return at_once, load(path, dtype, quantization=quantization)
 
     return load_twice
@@ -46,11 +46,12 @@ SHAPES = {
 }
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", list(SHAPES))
-def test_as_layer_by_layer(tiny_llama, tmp_path, load_both, variant, dtype):
+def test_as_layer_by_layer(tiny_llama, tmp_path, load_both, variant, dtype, quantization):
     path = tiny_llama.write(tmp_path / variant, variant, intermediate_size=224, **SHAPES[variant])
-    at_once, layer_by_layer = load_both(path, dtype, "int8")
+    at_once, layer_by_layer = load_both(path, dtype, quantization)
     assert isinstance(at_once.model._decoder, NativeDecoder)
     assert isinstance(layer_by_layer.model._decoder, LayerByLayer)
     rng = random.Random(variant)
@@ -100,10 +101,14 @@ def test_more_output_rows_than_tokens_are_refused(tiny_llama, tmp_path):
         runner.model.forward(many, runner._spec.kernels.attention(many, runner.cache))
 
 
-def test_weights_that_are_not_all_integers_go_layer_by_layer(tiny_llama, tmp_path):
-    """A hidden size of 48 is no whole number of groups, so some products are of the model's dtype."""
+def test_integers_and_other_weights_as_layer_by_layer(tiny_llama, tmp_path, load_both):
+    """A hidden size of 48 is no whole number of groups, so that the products of some inputs are of the dtype."""
     path = tiny_llama.write(tmp_path / "plain", "plain", hidden_size=48, intermediate_size=96)
-    assert isinstance(load(path, quantization="int8").model._decoder, LayerByLayer)
+    at_once, layer_by_layer = load_both(path, "float32", "int8")
+    layer = layer_by_layer.model._decoder._weights.layers[0]
+    assert (layer.gate_up.address.bits, layer.down.address.bits) == (0, 8)
+    prompts = [[(7 * i * i + size) % 200 for i in range(size)] for size in (40, 2, 17)]
+    assert same(answers(at_once, prompts, [5, 6, 7])[0], answers(layer_by_layer, prompts, [5, 6, 7])[0])
 
 
 def test_a_file_of_several_types_is_decoded_in_one_call(tiny_llama, tmp_path):

@@ -6,14 +6,15 @@
 // A weight lies in panels of 16 outputs, of which two at a time are read as one stream: for each group the codes of
 // both, their scales, the totals of the weights, by which offsets are multiplied, and their minima. A group of a panel
 // is 8 steps of 16 outputs x 4 inputs, each step 64 bytes; with 4 bits two steps share them, the first in the low halves.
+// A last panel alone lies in the same way.
 
 #pragma once
 
 #include "dot.h"
+#include "weight.h"
 
 namespace {
 
-using Element = ELEMENT;
 using SmallInts = int8_t __attribute__((vector_size(LANES)));
 
 constexpr int GROUP = 32;
@@ -27,14 +28,6 @@ struct Activations {  // [rows, groups] of each: an activation is about its code
     float *scales, *offsets;
     float *sums;      // the scale times the sum of the codes: the factor of a minimum
     int32_t *counts;  // the sum of the codes: the factor of a zero
-};
-
-struct Weight {
-    const uint8_t *data;  // [panels / PANELS, groups] of all that a tile needs; a last panel alone in the same way
-    const Element *bias;  // [panels * LANES], or null
-    int64_t panels, groups;
-    int32_t zero, bits;
-    bool has_minima;
 };
 
 constexpr int FACTOR_BYTES = 2 * LANES;  // of a panel's scales, totals or minima, in float16
@@ -86,35 +79,36 @@ inline __attribute__((always_inline)) void sum_group(const int32_t (&starts)[COU
 }
 
 template <int BITS, int COUNT, int WIDTH>
-void tile(const Activations &x, const Weight &w, int64_t row, int64_t panel, Element *out) {
+void integer_tile(const Activations &x, const Weight &w, int64_t row, int64_t panel, Element *out) {
     constexpr int PARTS_OF_PANEL = STEP_BYTES / REGISTER;
     constexpr int JOINT = PARTS_OF_PANEL == 1 ? WIDTH : 1;  // registers of codes that are multiplied together
     const int64_t panel_bytes = CODE_BYTES<BITS> + (w.has_minima ? 3 : 2) * FACTOR_BYTES;
-    const uint8_t *group = w.data + panel * w.groups * panel_bytes;
+    const int64_t groups = w.inputs / GROUP;
+    const uint8_t *group = w.data + panel * groups * panel_bytes;
     Factors results[COUNT][WIDTH * PARTS_OF_PANEL]{};
-    for (int64_t g = 0; g < w.groups; g++, group += WIDTH * panel_bytes) {
-        const int64_t at = row * w.groups + g;  // of the first row
+    for (int64_t g = 0; g < groups; g++, group += WIDTH * panel_bytes) {
+        const int64_t at = row * groups + g;  // of the first row
         const uint8_t *scales = group + WIDTH * CODE_BYTES<BITS>, *totals = scales + WIDTH * FACTOR_BYTES;
         const uint8_t *minima = totals + WIDTH * FACTOR_BYTES;
         int32_t starts[COUNT];
-        for (int r = 0; r < COUNT; r++) starts[r] = -w.zero * x.counts[at + r * w.groups];
+        for (int r = 0; r < COUNT; r++) starts[r] = -w.zero * x.counts[at + r * groups];
         for (int i = 0; i < WIDTH * PARTS_OF_PANEL; i += JOINT) {
             Totals sums[COUNT][JOINT];
             sum_group<BITS>(starts, group + i / PARTS_OF_PANEL * CODE_BYTES<BITS> + i % PARTS_OF_PANEL * REGISTER,
-                            x.codes + at * GROUP, w.groups * GROUP, sums);
+                            x.codes + at * GROUP, groups * GROUP, sums);
             for (int j = 0; j < JOINT; j++) {
                 const int place = (i + j) * (REGISTER / 2);  // of factors: two bytes each
                 const Factors scale = load_halves(scales + place), total = load_halves(totals + place);
                 for (int r = 0; r < COUNT; r++) {
                     Factors &result = results[r][i + j];
                     result = multiply_add(__builtin_convertvector(sums[r][j], Factors),
-                                          scale * x.scales[at + r * w.groups], result);
-                    result = multiply_add(total, x.offsets[at + r * w.groups] - Factors{}, result);
+                                          scale * x.scales[at + r * groups], result);
+                    result = multiply_add(total, x.offsets[at + r * groups] - Factors{}, result);
                 }
                 if (!w.has_minima) continue;
                 const Factors minimum = load_halves(minima + place);
                 for (int r = 0; r < COUNT; r++)
-                    results[r][i + j] = multiply_add(minimum, x.sums[at + r * w.groups] - Factors{}, results[r][i + j]);
+                    results[r][i + j] = multiply_add(minimum, x.sums[at + r * groups] - Factors{}, results[r][i + j]);
             }
         }
     }
@@ -124,43 +118,34 @@ void tile(const Activations &x, const Weight &w, int64_t row, int64_t panel, Ele
         for (int r = 0; r < COUNT; r++) {
             Floats result;
             std::memcpy(&result, &results[r][p * PARTS_OF_PANEL], sizeof result);
-            store_lanes(out + (row + r) * w.panels * LANES + column, result + bias);
+            store_lanes(out + (row + r) * w.outputs + column, result + bias);
         }
     }
 }
 
 template <int BITS, int WIDTH>
-void tiles(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t panel, Element *out) {
-    for (; row + TILE_ROWS <= end; row += TILE_ROWS) tile<BITS, TILE_ROWS, WIDTH>(x, w, row, panel, out);
+void integer_tiles(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t panel, Element *out) {
+    for (; row + TILE_ROWS <= end; row += TILE_ROWS) integer_tile<BITS, TILE_ROWS, WIDTH>(x, w, row, panel, out);
     if constexpr (TILE_ROWS > 1) switch (end - row) {
-        case 3: return tile<BITS, 3, WIDTH>(x, w, row, panel, out);
-        case 2: return tile<BITS, 2, WIDTH>(x, w, row, panel, out);
-        case 1: return tile<BITS, 1, WIDTH>(x, w, row, panel, out);
+        case 3: return integer_tile<BITS, 3, WIDTH>(x, w, row, panel, out);
+        case 2: return integer_tile<BITS, 2, WIDTH>(x, w, row, panel, out);
+        case 1: return integer_tile<BITS, 1, WIDTH>(x, w, row, panel, out);
     }
 }
 
 constexpr int64_t AT_ONCE = 2 * PANELS;  // that a task computes
 
-inline int64_t num_pieces(const Weight &w) { return (w.panels + AT_ONCE - 1) / AT_ONCE; }
+inline int64_t num_panels(const Weight &w) { return w.outputs / LANES; }
+inline int64_t num_pieces(const Weight &w) { return (num_panels(w) + AT_ONCE - 1) / AT_ONCE; }
 
 template <int BITS>
-void task(const Activations &x, const Weight &w, int64_t rows, int64_t number, Element *out) {
-    const int64_t row = number / num_pieces(w) * BLOCK, end = std::min(row + BLOCK, rows);
-    const int64_t first = number % num_pieces(w) * AT_ONCE, last = std::min(first + AT_ONCE, w.panels);
-    for (int64_t panel = first; panel < last; panel += PANELS)
+inline void integer_task(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t piece, Element *out) {
+    const int64_t last = std::min((piece + 1) * AT_ONCE, num_panels(w));
+    for (int64_t panel = piece * AT_ONCE; panel < last; panel += PANELS)
         if (panel + PANELS <= last)
-            tiles<BITS, PANELS>(x, w, row, end, panel, out);
+            integer_tiles<BITS, PANELS>(x, w, row, end, panel, out);
         else
-            tiles<BITS, 1>(x, w, row, end, panel, out);
-}
-
-// The threads of a parallel region take tasks, some panels for a block of rows, from one counter, and wait for the last.
-// out [rows, panels * LANES].
-inline void product(const Activations &x, const Weight &w, int64_t rows, Element *out) {
-    const int64_t tasks = num_pieces(w) * ((rows + BLOCK - 1) / BLOCK);
-#pragma omp for schedule(guided)
-    for (int64_t number = 0; number < tasks; number++)
-        w.bits == 4 ? task<4>(x, w, rows, number, out) : task<8>(x, w, rows, number, out);
+            integer_tiles<BITS, 1>(x, w, row, end, panel, out);
 }
 
 // ---- activations ----

@@ -2,14 +2,14 @@
 // (attention.h).
 //
 // All is computed in float32, 16 numbers at a time, in GCC's vector extension: two, four or more instructions where the
-// CPU has no registers of 64 bytes. Not compiled with -ffast-math: what is not finite must be seen, in its sequence and in
-// no other.
+// CPU has no registers of 64 bytes; products by its best instructions (dot.h). Not compiled with -ffast-math: what is not
+// finite must be seen, in its sequence and in no other.
 
-#include "attention.h"
-
-// ---- what native_kernels.py calls ----
+#include "decoder.h"
 
 extern "C" {
+
+// ---- called by native_kernels.py ----
 
 // heads [tokens, (group_size + 2) * kv_heads, head_dim]; cache [blocks, 2 * kv_heads, block_size, head_dim].
 void store(const Element *heads, int64_t tokens, int64_t kv_heads, const int64_t *slots, Element *cache) {
@@ -44,6 +44,36 @@ void rotate(Element *heads, int64_t tokens, int64_t all_heads, int64_t count, co
 void silu_and_multiply(const Element *gate_up, int64_t rows, int64_t size, Element *out) {
 #pragma omp parallel for schedule(static) if (rows > 1)
     for (int64_t r = 0; r < rows; r++) silu_and_multiply_row(gate_up + r * 2 * size, size, out + r * size);
+}
+
+// ---- called by products.py ----
+
+// Bytes of a packed weight of the dtype.
+int64_t packed_size(int64_t outputs, int64_t inputs) {
+    return num_streams(outputs) * STREAM * padded(inputs) * sizeof(Element);
+}
+
+void pack(const Element *weight, int64_t outputs, int64_t inputs, Element *packed) {
+#pragma omp parallel for schedule(static)
+    for (int64_t stream = 0; stream < num_streams(outputs); stream++)
+        pack_stream(weight, outputs, inputs, stream, packed);
+}
+
+// x [rows, inputs]; out [rows, outputs]; `room` is for that many rows.
+void linear(const Weight *w, const Element *x, int64_t rows, const Inputs *room, Element *out) {
+#pragma omp parallel
+    {
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < rows; r++) prepare_row(x + r * w->inputs, r, *w, *room);
+        product(*room, *w, rows, out);
+    }
+}
+
+// ---- called by native_decoder.py ----
+
+void decode(const Decoder *d, const Step *s, const Scratch *scratch) {
+#pragma omp parallel
+    decode_layers(*d, *s, *scratch);
 }
 
 }  // extern "C"

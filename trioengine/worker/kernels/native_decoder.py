@@ -1,9 +1,9 @@
-"""All layers of a decoder with integer weights, in one call of decoder.cpp a step."""
+"""All layers of a decoder in one call a step (decoder.h)."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -14,9 +14,10 @@ from trioengine.hub.model_config import TextConfig
 from trioengine.worker.kernels import Attention, DecoderLayer, DecoderWeights, RMSNorm
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.native_attention import NativeAttention, address
-from trioengine.worker.kernels.products import ActivationsAddress, IntegerLinear, WeightAddress
+from trioengine.worker.kernels.products import InputsAddress, NativeLinear, WeightAddress
 
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+FUNCTIONS: Mapping[str, tuple[type, ...]] = {"decode": (_ADDRESS, _ADDRESS, _ADDRESS)}
 
 
 class _Norm(ctypes.Structure):
@@ -64,7 +65,7 @@ class _Step(ctypes.Structure):
 
 class _Scratch(ctypes.Structure):
     _fields_ = (
-        ("quantized", ActivationsAddress),
+        ("inputs", InputsAddress),
         ("hidden", _ADDRESS),
         ("selected", _ADDRESS),
         ("wide", _ADDRESS),
@@ -72,20 +73,17 @@ class _Scratch(ctypes.Structure):
     )
 
 
-def integer_layers(layers: Sequence[DecoderLayer]) -> list[tuple[IntegerLinear, ...]] | None:
-    """The products of each layer, in their order; None unless all are of integers."""
-    products = [(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in layers]
-    are_integers = all(isinstance(product, IntegerLinear) for each in products for product in each)
-    return cast("list[tuple[IntegerLinear, ...]]", products) if are_integers else None
+def _products(layer: DecoderLayer) -> tuple[NativeLinear, ...]:
+    """The products of a layer, in their order."""
+    return tuple(cast("NativeLinear", product) for product in (layer.qkv, layer.output, layer.gate_up, layer.down))
 
 
 class NativeDecoder:
-    """The results have the same bits as LayerByLayer's with these products. For one thread at a time."""
+    """The results have the same bits as LayerByLayer's. For one thread at a time."""
 
-    def __init__(
-        self, config: TextConfig, weights: DecoderWeights, products: Sequence[tuple[IntegerLinear, ...]]
-    ) -> None:
-        """`products` has the four products of each layer, by `integer_layers`."""
+    def __init__(self, config: TextConfig, weights: DecoderWeights) -> None:
+        """All linear layers are native, of the same products."""
+        products = [_products(layer) for layer in weights.layers]
         self._weights = weights  # the memory at the addresses
         self._products = products[0][0].products
         self._layers = (_Layer * len(products))(*map(_layer, weights.layers, products))
@@ -133,7 +131,7 @@ class NativeDecoder:
         """Room for a step with so many tokens."""
         scratch, dtype = self._products.scratch, self._products.dtype
         return _Scratch(
-            scratch.reserve_activations(tokens * self._narrow),
+            scratch.reserve_inputs(tokens, self._narrow),
             scratch.reserve("hidden", tokens * self._size, torch.float32),
             scratch.reserve("selected", tokens * self._size, torch.float32),
             scratch.reserve("wide", tokens * self._wide, dtype),
@@ -141,7 +139,7 @@ class NativeDecoder:
         )
 
 
-def _layer(layer: DecoderLayer, products: tuple[IntegerLinear, ...]) -> _Layer:
+def _layer(layer: DecoderLayer, products: tuple[NativeLinear, ...]) -> _Layer:
     qkv, output, gate_up, down = (product.address for product in products)
     return _Layer(_norm(layer.input_norm), qkv, output, _norm(layer.post_attention_norm), gate_up, down)
 

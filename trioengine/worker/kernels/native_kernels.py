@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trioengine.hub.model_config import TextConfig
-from trioengine.worker.kernels import Attention, Decoder, DecoderWeights, RMSNorm, RotaryTable
+from trioengine.worker.kernels import Attention, Decoder, DecoderWeights, RMSNorm, RotaryTable, native_decoder, products
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.compiler import load_library
-from trioengine.worker.kernels.decoder import LayerByLayer
 from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.kernels.native_attention import NativeAttention, address
-from trioengine.worker.kernels.native_decoder import NativeDecoder, integer_layers
+from trioengine.worker.kernels.native_decoder import NativeDecoder
+from trioengine.worker.kernels.products import Products
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _ELEMENTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 _TILE_BYTES = 72 << 10  # of queries, scores and results, in float32
 _KEYS, _LANES = 64, 16  # as in native.cpp
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_ARGUMENTS = {
+_FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "add_norm": (_ADDRESS, _ADDRESS, _ADDRESS, _FLOAT, _COUNT, _COUNT, _ADDRESS),
     "rotate": (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS, _ADDRESS),
     "silu_and_multiply": (_ADDRESS, _COUNT, _COUNT, _ADDRESS),
     "store": (_ADDRESS, _COUNT, _COUNT, _ADDRESS, _ADDRESS),
     "attend": (_ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _COUNT, _FLOAT, _ADDRESS),
+    **products.FUNCTIONS,
+    **native_decoder.FUNCTIONS,
 }
 
 
@@ -37,23 +40,37 @@ class NativeKernels:
     name = "native"
     is_batch_invariant = True  # each row by the same operations, in the order of its columns and its context
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int) -> None:
-        """Load the library, compiled now if it never was before. Raises KernelsUnavailable, with the reason."""
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        block_size: int,
+        at_most: str | None = None,
+    ) -> None:
+        """Load the library, compiled now if it never was before. Raises KernelsUnavailable, with the reason.
+
+        `at_most`: the best instructions that products take, of dot.h; None: this CPU's.
+        """
         self.group_size = num_heads // num_kv_heads
         row_bytes = 4 * (2 * -(-head_dim // _LANES) * _LANES + _KEYS)
         self.tile_size = max(1, _TILE_BYTES // (row_bytes * self.group_size))  # tokens
         self.dtype = dtype
-        self.macros: dict[str, str | int] = {
+        macros: dict[str, str | int] = {
             "ELEMENT": _ELEMENTS[dtype],
             "HEAD_DIM": head_dim,
             "GROUP_SIZE": self.group_size,
             "TILE_SIZE": self.tile_size,
             "BLOCK_SIZE": block_size,
         }
-        self.native = load_library(_SOURCE, self.macros, tuple(_ARGUMENTS))
-        for name, types in _ARGUMENTS.items():
+        if at_most is not None:
+            macros["AT_MOST"] = at_most
+        self.native = load_library(_SOURCE, macros, tuple(_FUNCTIONS))
+        for name, types in _FUNCTIONS.items():
             function = getattr(self.native, name)
             function.argtypes, function.restype = types, None
+        self.products = Products(self.native, dtype)
 
     def add_norm(self, hidden: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
         rows, size = hidden.shape
@@ -77,6 +94,4 @@ class NativeKernels:
         return NativeAttention(self, batch, cache)
 
     def decoder(self, config: TextConfig, weights: DecoderWeights) -> Decoder:
-        """One call a step where all weights are integers."""
-        layers = integer_layers(weights.layers)
-        return LayerByLayer(self, config, weights) if layers is None else NativeDecoder(config, weights, layers)
+        return NativeDecoder(config, weights)

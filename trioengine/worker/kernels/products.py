@@ -1,149 +1,78 @@
-"""Matrix products of integers: activations of 8 bits, and weights of 4 or 8 bits in groups of GROUP columns.
+"""Matrix products: of numbers of the dtype, or of integers, for which activations are quantized to 8 bits.
 
-A row's result has the same bits whatever other rows a step has, and with any number of threads (integers.h).
+A row's result has the same bits whatever other rows a step has, and with any number of threads (floats.h, integers.h).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from trioengine.core.errors import InvariantError
-from trioengine.worker.kernels.compiler import load_library
-from trioengine.worker.kernels.linear import GROUP, joined
+from trioengine.worker.kernels.integer_weights import IntegerWeight, pack_integers
+from trioengine.worker.kernels.linear import GROUP
 
-PANEL = 16  # outputs whose codes lie together
-_PANELS = 2  # that are read together
-_PAIRS = 32  # of panels that are packed at a time
-_SOURCE = Path(__file__).with_name("decoder.cpp")
-_ALIGNMENT = 64  # bytes: a step's codes are one line of the cache
-_LARGEST = 127  # of a code of 8 bits with a sign
-_OFFSET = 128  # that makes it positive
+_ROW_GROUP = 4  # of floats.h, at most
 _ADDRESS, _COUNT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_FUNCTIONS = {
+FUNCTIONS: Mapping[str, tuple[type, ...]] = {
+    "packed_size": (_COUNT, _COUNT),
+    "pack": (_ADDRESS, _COUNT, _COUNT, _ADDRESS),
     "linear": (_ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _ADDRESS),
-    "decode": (_ADDRESS, _ADDRESS, _ADDRESS),
 }
 
 
 class WeightAddress(ctypes.Structure):
-    """A weight as integers.h has it."""
+    """weight.h's Weight."""
 
     _fields_ = (
         ("data", _ADDRESS),
         ("bias", _ADDRESS),
-        ("panels", _COUNT),
-        ("groups", _COUNT),
-        ("zero", _INT),
+        ("outputs", _COUNT),
+        ("inputs", _COUNT),
         ("bits", _INT),
+        ("zero", _INT),
         ("has_minima", ctypes.c_bool),
     )
 
 
-class ActivationsAddress(ctypes.Structure):
-    """Quantized rows as integers.h has them."""
+class InputsAddress(ctypes.Structure):
+    """products.h's Inputs."""
 
-    _fields_ = tuple((name, _ADDRESS) for name in ("codes", "scales", "offsets", "sums", "counts"))
-
-
-@dataclass(frozen=True, slots=True)
-class IntegerWeight:
-    """`(codes - zero) * scales + minima`, a scale and a minimum for every GROUP columns of a row."""
-
-    codes: Tensor  # [rows, columns], uint8
-    scales: Tensor  # [rows, columns / GROUP], float32 that float16 holds exactly
-    minima: Tensor | None  # the same; None: there are none
-    zero: int
-    bits: int  # 4 or 8
-
-    @property
-    def fits_float16(self) -> bool:
-        """Whether float16 holds the scales, the minima, and the total of any group's weights."""
-        largest = max(self.zero, (1 << self.bits) - 1 - self.zero) * self.scales.abs()
-        if self.minima is not None:
-            largest = largest + self.minima.abs()
-        return bool((GROUP * largest <= torch.finfo(torch.float16).max).all())  # nan is not
-
-    def totals(self) -> Tensor:
-        """The sums of the weights of each group: [rows, columns / GROUP], float32."""
-        counts = self.codes.view(len(self.codes), -1, GROUP).sum(dim=-1, dtype=torch.int32) - GROUP * self.zero
-        return counts * self.scales if self.minima is None else counts * self.scales + GROUP * self.minima
-
-    def with_minima(self) -> IntegerWeight:
-        """The same values: float16 holds the products of zeros, powers of two, with scales, unless they overflow."""
-        minima = -self.zero * self.scales if self.minima is None else self.minima
-        return IntegerWeight(self.codes, self.scales, minima, 0, self.bits)
-
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> IntegerWeight:
-        """The weight with its rows in another order; `change` is given tensors of any number of columns."""
-        minima = None if self.minima is None else change(self.minima)
-        return IntegerWeight(change(self.codes), change(self.scales), minima, self.zero, self.bits)
-
-    def rows(self, start: int, stop: int) -> IntegerWeight:
-        """Some rows of the weight, a view."""
-        return self.map_rows(lambda values: values[start:stop])
+    _fields_ = tuple((name, _ADDRESS) for name in ("codes", "scales", "offsets", "sums", "counts", "values"))
 
 
-def join_integers(parts: Iterable[IntegerWeight | None]) -> IntegerWeight | None:
-    """The rows of all parts; None where one of them has no such form."""
-    present = []
-    for part in parts:
-        if part is None:
-            return None
-        present.append(part)
-    return stack_integers(present)
+class Products:
+    """Makes linear layers on the CPU."""
 
-
-def stack_integers(parts: Sequence[IntegerWeight]) -> IntegerWeight:
-    """The rows of all parts. If only some have minima, or their zeros differ, all get minima in the place of zeros."""
-    if len({(part.minima is None, part.zero) for part in parts}) > 1:
-        parts = [part.with_minima() for part in parts]
-    minima = [part.minima for part in parts if part.minima is not None]
-    return IntegerWeight(
-        joined([part.codes for part in parts]),
-        joined([part.scales for part in parts]),
-        joined(minima) if minima else None,
-        parts[0].zero,
-        max(part.bits for part in parts),
-    )
-
-
-def can_multiply(shape: torch.Size) -> bool:
-    """Whether a weight of this shape [out_features, in_features] has whole panels and groups."""
-    return len(shape) == 2 and shape[0] % PANEL == 0 and shape[1] % GROUP == 0
-
-
-def to_integers(weight: Tensor) -> IntegerWeight:
-    """Quantize a weight to 8 bits, as GGUF's Q8_0 does."""
-    groups = weight.float().view(len(weight), -1, GROUP)
-    scales = (groups.abs().amax(dim=-1) / _LARGEST).half().float()
-    codes = torch.where(scales[..., None] > 0, groups / scales[..., None], 0.0).round_().clamp_(-_LARGEST, _LARGEST)
-    return IntegerWeight((codes + _OFFSET).to(torch.uint8).flatten(1), scales, None, _OFFSET, 8)
-
-
-class IntegerProducts:
-    """Makes linear layers of integer weights, on the CPU."""
-
-    def __init__(self, dtype: torch.dtype, macros: Mapping[str, str | int]) -> None:
-        """Load the library, compiled now if it never was before. Raises KernelsUnavailable, with the reason.
-
-        `macros` are the native kernels', of the same dtype.
-        """
-        self.dtype = dtype
-        self.native = load_library(_SOURCE, macros, tuple(_FUNCTIONS))
-        for name, types in _FUNCTIONS.items():
-            function = getattr(self.native, name)
-            function.argtypes, function.restype = types, None
+    def __init__(self, native: ctypes.CDLL, dtype: torch.dtype) -> None:
+        """`native` is compiled from native.cpp for the dtype."""
+        self.native, self.dtype = native, dtype
+        native.packed_size.restype = _COUNT
         self.scratch = Scratch()
 
-    def make(self, weight: IntegerWeight, bias: Tensor | None = None) -> IntegerLinear:
+    def make(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
+        """The layer of a weight [out_features, in_features] of the dtype."""
+        outputs, inputs = weight.shape
+        if weight.dtype != self.dtype:
+            raise InvariantError(f"a product in {self.dtype} got a weight in {weight.dtype}")
+        packed = torch.empty(self.native.packed_size(outputs, inputs), dtype=torch.uint8)
+        self.native.pack(weight.contiguous().data_ptr(), outputs, inputs, packed.data_ptr())
+        address = WeightAddress(packed.data_ptr(), _address(bias), outputs, inputs, 0, 0, False)
+        return NativeLinear(self, address, packed, bias)
+
+    def make_integer(self, weight: IntegerWeight, bias: Tensor | None = None) -> NativeLinear:
         """The layer of a weight of which `can_multiply`."""
-        return IntegerLinear(self, weight, bias)
+        packed, has_minima = pack_integers(weight), weight.minima is not None
+        form = weight.bits, weight.zero, has_minima
+        address = WeightAddress(packed.data_ptr(), _address(bias), *weight.codes.shape, *form)
+        return NativeLinear(self, address, packed, bias)
+
+
+def _address(bias: Tensor | None) -> int | None:
+    return None if bias is None else bias.data_ptr()
 
 
 class Scratch:
@@ -159,13 +88,14 @@ class Scratch:
             held = self._tensors[name] = torch.empty(elements, dtype=dtype)
         return held.data_ptr()
 
-    def reserve_activations(self, elements: int) -> ActivationsAddress:
-        """Room for so many rows times columns, quantized."""
-        groups = elements // GROUP
-        return ActivationsAddress(
-            self.reserve("codes", elements, torch.int8),
+    def reserve_inputs(self, rows: int, columns: int) -> InputsAddress:
+        """Room for so many rows of at most so many columns, prepared for any product."""
+        groups = rows * (columns // GROUP)
+        return InputsAddress(
+            self.reserve("codes", rows * columns, torch.int8),
             *(self.reserve(name, groups, torch.float32) for name in ("scales", "offsets", "sums")),
             self.reserve("counts", groups, torch.int32),
+            self.reserve("values", (rows + _ROW_GROUP - 1) * (columns + 1), torch.float32),
         )
 
     def release(self) -> None:
@@ -173,22 +103,14 @@ class Scratch:
         self._tensors.clear()
 
 
-class IntegerLinear:
+class NativeLinear:
     """A linear layer; its input is of the dtype of the products. For one thread at a time."""
 
-    def __init__(self, products: IntegerProducts, weight: IntegerWeight, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = weight.codes.shape
-        self.products = products
-        self._memory = _pack(weight), bias
-        self.address = WeightAddress(
-            self._memory[0].data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            self.out_features // PANEL,
-            self.in_features // GROUP,
-            weight.zero,
-            weight.bits,
-            weight.minima is not None,
-        )
+    def __init__(self, products: Products, address: WeightAddress, packed: Tensor, bias: Tensor | None) -> None:
+        """`address` has the addresses of the weight and its bias."""
+        self.products, self.address = products, address
+        self.out_features, self.in_features = int(address.outputs), int(address.inputs)
+        self._memory = packed, bias
 
     def __call__(self, x: Tensor) -> Tensor:
         products, rows = self.products, len(x)
@@ -198,47 +120,6 @@ class IntegerLinear:
             )
         x = x.contiguous()
         result = x.new_empty((rows, self.out_features))
-        quantized = ctypes.byref(products.scratch.reserve_activations(x.numel()))
-        products.native.linear(ctypes.byref(self.address), x.data_ptr(), rows, quantized, result.data_ptr())
+        room = ctypes.byref(products.scratch.reserve_inputs(rows, self.in_features))
+        products.native.linear(ctypes.byref(self.address), x.data_ptr(), rows, room, result.data_ptr())
         return result
-
-
-def _pack(weight: IntegerWeight) -> Tensor:
-    """The bytes of Weight.data in integers.h, aligned; made some panels at a time, in little memory."""
-    panels, at_once = len(weight.codes) // PANEL, _PANELS * _PAIRS
-    whole = panels // _PANELS * _PANELS
-    starts = [*range(0, whole, at_once), *([whole] if whole < panels else [])]
-    ends = [min(start + at_once, whole) if start < whole else panels for start in starts]
-    memory = torch.empty(_packed_size(weight) + _ALIGNMENT, dtype=torch.uint8)
-    place = -memory.data_ptr() % _ALIGNMENT
-    packed = memory[place : place + _packed_size(weight)]
-    place = 0
-    for start, end in zip(starts, ends, strict=True):
-        piece = _pack_panels(weight.rows(start * PANEL, end * PANEL), _PANELS if start < whole else 1)
-        packed[place : place + len(piece)] = piece
-        place += len(piece)
-    return packed
-
-
-def _packed_size(weight: IntegerWeight) -> int:
-    factors = 2 if weight.minima is None else 3  # of a group, two bytes each
-    return weight.codes.numel() * weight.bits // 8 + 2 * factors * weight.scales.numel()
-
-
-def _pack_panels(weight: IntegerWeight, together: int) -> Tensor:
-    """Whole panels, so many together."""
-    rows, columns = weight.codes.shape
-    panels, groups = rows // PANEL, columns // GROUP
-    steps = weight.codes.view(panels, PANEL, columns // 4, 4).transpose(1, 2).reshape(panels, -1, 4 * PANEL)
-    if weight.bits == 4:
-        steps = steps[:, 0::2] | steps[:, 1::2] << 4
-    parts = [steps.view(panels, groups, -1), _halves(weight.scales), _halves(weight.totals())]
-    if weight.minima is not None:
-        parts.append(_halves(weight.minima))
-    streams = [part.view(-1, together, *part.shape[1:]).transpose(1, 2).flatten(2) for part in parts]
-    return torch.cat(streams, dim=2).flatten()  # of [panels / together, groups, bytes]
-
-
-def _halves(values: Tensor) -> Tensor:
-    """[rows, groups] -> [panels, groups, 2 * PANEL] bytes of float16."""
-    return values.view(-1, PANEL, values.shape[1]).transpose(1, 2).half().contiguous().view(torch.uint8)

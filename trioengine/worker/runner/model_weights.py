@@ -68,7 +68,7 @@ class ModelSpec:
             limits = (model.text.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
             max_model_len = min(limit for limit in limits if limit is not None)
             kernels = choose_kernels(config.kernels, model.text, dtype, device, config.block_size)
-            linears = LinearChoice(config, dtype, kernels)
+            linears = LinearChoice(config, kernels)
             blocks = num_blocks, config.block_size
             quantization = linears.quantization_of(checkpoint)
             return ModelSpec(model, device, dtype, max_model_len, *blocks, kernels, linears, quantization)

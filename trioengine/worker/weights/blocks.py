@@ -17,8 +17,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from trioengine.worker.kernels.integer_weights import IntegerWeight, stack_integers, to_integers
 from trioengine.worker.kernels.linear import GROUP, FourBitWeight
-from trioengine.worker.kernels.products import IntegerWeight, stack_integers, to_integers
 
 Array: TypeAlias = NDArray[Any]
 _PIECE = 1 << 20  # bytes that are read at a time, in several times their memory

@@ -13,24 +13,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trioengine.core.errors import InvariantError, ModelError
+from trioengine.core.errors import ModelError
 from trioengine.hub.model_config import ModelConfig
+from trioengine.worker.kernels.integer_weights import IntegerWeight, can_multiply, join_integers, to_integers
 from trioengine.worker.kernels.linear import (
     FourBitWeight,
-    InvariantLinears,
     Linear,
     join_four_bit,
     joined,
     make_linear,
     wants_four_bit,
 )
-from trioengine.worker.kernels.products import (
-    IntegerProducts,
-    IntegerWeight,
-    can_multiply,
-    join_integers,
-    to_integers,
-)
+from trioengine.worker.kernels.products import Products
 from trioengine.worker.scheduling.sequence import OnProgress
 
 
@@ -83,10 +77,10 @@ class Checkpoint(Protocol):
 class LinearOptions:
     """How linear layers are made, on the CPU."""
 
-    invariant: InvariantLinears | None = None  # None: a row's results may depend on the batch
-    products: IntegerProducts | None = None  # None: products of the model's dtype
-    quantizes: bool = False  # weights that are stored otherwise, for `products`
-    takes_four_bit: bool = True  # for few rows, where neither `invariant` nor `products`
+    products: Products | None = None  # None: torch's
+    takes_integers: bool = False  # of `products`, where weights are stored so
+    quantizes: bool = False  # weights that are stored otherwise, to integers
+    takes_four_bit: bool = True  # of torch, for few rows
 
 
 class WeightReader:
@@ -131,42 +125,38 @@ class WeightReader:
         bias = (
             self._give(joined([self._read(f"{name}.bias") for name in names])) if self.has(f"{names[0]}.bias") else None
         )
-        integers = self._integers(names)
-        if integers is not None:
+        stored = self._make_stored(names, bias)
+        if stored is not None:
             for name in names:
                 self._count(f"{name}.weight")
-            return self._make_integer(integers, bias)
+            return stored
         weight = self._give(joined([self._read(f"{name}.weight") for name in names]))
         four_bit = None
-        if self._linears.takes_four_bit and self._linears.invariant is None and wants_four_bit(weight):
+        if self._linears.takes_four_bit and self._linears.products is None and wants_four_bit(weight):
             four_bit = join_four_bit(self._checkpoint.read_four_bit(f"{name}.weight") for name in names)
         return self._make(weight, bias, four_bit)
 
     def linear_of(self, weight: Tensor, name: str) -> Linear:
         """A layer of the weight that `tensor` has returned for `NAME.weight`, as an embedding that is the head too."""
-        integers = self._integers((name,))
-        return self._make(weight) if integers is None else self._make_integer(integers, None)
+        return self._make_stored((name,), None) or self._make(weight)
 
-    def _integers(self, names: tuple[str, ...]) -> IntegerWeight | None:
-        """The weight as it is stored, where integer products take it."""
-        if self._linears.products is None:
+    def _make_stored(self, names: tuple[str, ...], bias: Tensor | None) -> Linear | None:
+        """A layer of the integers that are stored; None where products do not take them."""
+        options = self._linears
+        if options.products is None or not options.takes_integers:
             return None
         weight = join_integers(self._checkpoint.read_integers(f"{name}.weight") for name in names)
-        return weight if weight is not None and can_multiply(weight.codes.shape) and weight.fits_float16 else None
-
-    def _make_integer(self, weight: IntegerWeight, bias: Tensor | None) -> Linear:
-        if self._linears.products is None:
-            raise InvariantError("an integer weight without integer products")
-        return self._linears.products.make(weight, bias)
+        if weight is None or not can_multiply(weight.codes.shape) or not weight.fits_float16:
+            return None
+        return options.products.make_integer(weight, bias)
 
     def _make(self, weight: Tensor, bias: Tensor | None = None, four_bit: FourBitWeight | None = None) -> Linear:
-        if self._linears.products is not None and self._linears.quantizes and can_multiply(weight.shape):
-            integers = to_integers(weight)
-            if integers.fits_float16:
-                return self._linears.products.make(integers, bias)
-        if self._linears.invariant is not None:
-            return self._linears.invariant.make(weight, bias)
-        return make_linear(weight, bias, four_bit)
+        products = self._linears.products
+        if products is None:
+            return make_linear(weight, bias, four_bit)
+        if self._linears.quantizes and can_multiply(weight.shape) and (integers := to_integers(weight)).fits_float16:
+            return products.make_integer(integers, bias)
+        return products.make(weight, bias)
 
     def in_use(self) -> list[Tensor]:
         """The tensors given out that are still referenced."""

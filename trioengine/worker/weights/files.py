@@ -21,8 +21,8 @@ from trioengine.core.errors import ModelError
 from trioengine.core.gguf import GGUFTensor
 from trioengine.core.wording import excerpt
 from trioengine.hub.checkpoint import map_file, read_gguf, read_safetensors
+from trioengine.worker.kernels.integer_weights import IntegerWeight
 from trioengine.worker.kernels.linear import FourBitWeight
-from trioengine.worker.kernels.products import IntegerWeight
 from trioengine.worker.weights.blocks import INTEGER_KINDS, read_four_bit, read_integers
 from trioengine.worker.weights.checkpoint import TensorShape
 

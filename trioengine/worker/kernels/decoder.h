@@ -1,8 +1,10 @@
-// Linear layers of integer weights (integers.h), and all layers of a decoder of them in one parallel region, by the
-// operations, and so with the bits, of the kernels that are called one by one (native.cpp).
+// All layers of a decoder in one parallel region, by the operations, and so with the bits, of the kernels that are called
+// one by one (native.cpp).
+
+#pragma once
 
 #include "attention.h"
-#include "integers.h"
+#include "products.h"
 
 namespace {
 
@@ -42,10 +44,10 @@ struct Step {
 
 // Room for all tokens.
 struct Scratch {
-    Activations quantized;
+    Inputs inputs;
     float *hidden, *selected;  // [tokens, size]; of the output rows, as the last layer leaves them
     Element *wide;             // queries, keys and values; gates and what they are multiplied with
-    Element *narrow;           // the results that are quantized
+    Element *narrow;           // the results that are prepared for the next product
 };
 
 // All threads of the region call the functions below, share the rows among them, and wait for the last one.
@@ -55,12 +57,13 @@ void clear(float *hidden, int64_t rows, int64_t size) {
     for (int64_t r = 0; r < rows; r++) std::memset(hidden + r * size, 0, size * sizeof(float));
 }
 
+// `next`: the product of the norm, or null.
 void normalize(float *hidden, const Element *delta, const Norm &norm, int64_t rows, int64_t size, Element *out,
-               const Activations *quantized) {
+               const Weight *next, const Scratch &scratch) {
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         add_norm_row(hidden + r * size, delta + r * size, norm.weight, norm.epsilon, size, out + r * size);
-        if (quantized != nullptr) quantize_row(out + r * size, r, size / GROUP, *quantized);
+        if (next != nullptr) prepare_row(out + r * size, r, *next, scratch.inputs);
     }
 }
 
@@ -80,61 +83,45 @@ void attend(const Decoder &d, const Step &s, Element *cache, const Scratch &scra
 }
 
 // The last layer goes on with the output rows alone: the others are needed for their keys and values only.
-void quantize_attended(const Step &s, bool is_last, int64_t rows, int64_t size, int64_t groups, const Scratch &scratch) {
+void prepare_attended(const Step &s, bool is_last, int64_t rows, int64_t size, const Weight &next,
+                      const Scratch &scratch) {
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         const int64_t row = is_last ? s.output_rows[r] : r;
         if (is_last) std::memcpy(scratch.selected + r * size, scratch.hidden + row * size, size * sizeof(float));
-        quantize_row(scratch.narrow + row * groups * GROUP, r, groups, scratch.quantized);
+        prepare_row(scratch.narrow + row * next.inputs, r, next, scratch.inputs);
     }
 }
 
-void activate(int64_t rows, int64_t groups, const Scratch &scratch) {
-    const int64_t size = groups * GROUP;
+void activate(int64_t rows, const Weight &next, const Scratch &scratch) {
+    const int64_t size = next.inputs;
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         silu_and_multiply_row(scratch.wide + r * 2 * size, size, scratch.narrow + r * size);
-        quantize_row(scratch.narrow + r * size, r, groups, scratch.quantized);
+        prepare_row(scratch.narrow + r * size, r, next, scratch.inputs);
     }
+}
+
+void decode_layers(const Decoder &d, const Step &s, const Scratch &scratch) {
+    const int64_t size = d.layers[0].qkv.inputs;
+    const Inputs &x = scratch.inputs;
+    clear(scratch.hidden, s.tokens, size);
+    for (int64_t i = 0; i < d.num_layers; i++) {
+        const Layer &layer = d.layers[i];
+        const bool is_last = i == d.num_layers - 1;
+        const int64_t rows = is_last ? s.outputs : s.tokens;
+        float *hidden = is_last ? scratch.selected : scratch.hidden;
+        normalize(scratch.hidden, s.delta, layer.input_norm, s.tokens, size, scratch.narrow, &layer.qkv, scratch);
+        product(x, layer.qkv, s.tokens, scratch.wide);
+        attend(d, s, s.caches[i], scratch);
+        prepare_attended(s, is_last, rows, size, layer.output, scratch);
+        product(x, layer.output, rows, s.delta);
+        normalize(hidden, s.delta, layer.post_attention_norm, rows, size, scratch.narrow, &layer.gate_up, scratch);
+        product(x, layer.gate_up, rows, scratch.wide);
+        activate(rows, layer.down, scratch);
+        product(x, layer.down, rows, s.delta);
+    }
+    normalize(scratch.selected, s.delta, d.norm, s.outputs, size, s.out, nullptr, scratch);
 }
 
 }  // namespace
-
-extern "C" {
-
-// x [rows, groups * GROUP]; out [rows, panels * LANES]; `quantized` has room for the rows.
-void linear(const Weight *w, const Element *x, int64_t rows, const Activations *quantized, Element *out) {
-#pragma omp parallel
-    {
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++) quantize_row(x + r * w->groups * GROUP, r, w->groups, *quantized);
-        product(*quantized, *w, rows, out);
-    }
-}
-
-void decode(const Decoder *d, const Step *s, const Scratch *scratch) {
-    const int64_t size = d->layers[0].qkv.groups * GROUP;
-    const Activations *x = &scratch->quantized;
-#pragma omp parallel
-    {
-        clear(scratch->hidden, s->tokens, size);
-        for (int64_t i = 0; i < d->num_layers; i++) {
-            const Layer &layer = d->layers[i];
-            const bool is_last = i == d->num_layers - 1;
-            const int64_t rows = is_last ? s->outputs : s->tokens;
-            float *hidden = is_last ? scratch->selected : scratch->hidden;
-            normalize(scratch->hidden, s->delta, layer.input_norm, s->tokens, size, scratch->narrow, x);
-            product(*x, layer.qkv, s->tokens, scratch->wide);
-            attend(*d, *s, s->caches[i], *scratch);
-            quantize_attended(*s, is_last, rows, size, layer.output.groups, *scratch);
-            product(*x, layer.output, rows, s->delta);
-            normalize(hidden, s->delta, layer.post_attention_norm, rows, size, scratch->narrow, x);
-            product(*x, layer.gate_up, rows, scratch->wide);
-            activate(rows, layer.down.groups, *scratch);
-            product(*x, layer.down, rows, s->delta);
-        }
-        normalize(scratch->selected, s->delta, d->norm, s->outputs, size, s->out, nullptr);
-    }
-}
-
-}  // extern "C"

@@ -1,0 +1,124 @@
+// Matrix products of numbers of the dtype. Every result is one sum in float32, in the order of the columns, whatever rows
+// and outputs are computed beside it. So a row has the same bits in any batch, and with any number of threads.
+//
+// A weight lies in streams, of the outputs that a tile has: first their numbers of two columns, then of the next two. Two
+// numbers of bfloat16 of one output share a word. Behind the last output and the last column are zeros.
+
+#pragma once
+
+#include "dot.h"
+#include "weight.h"
+
+namespace {
+
+constexpr int NUMBERS = REGISTER / 4;  // of float32 in a register
+constexpr int VECTORS = DOT ? 2 : 1;   // registers of outputs
+constexpr int STREAM = VECTORS * NUMBERS;
+constexpr int ROW_GROUP = DOT >= AVX512 ? 4 : DOT == AVX2 ? 2 : 1;  // rows whose numbers of a column lie together
+constexpr int MOST_ROWS = 3 * ROW_GROUP;                            // of a tile, whose sums are in registers
+constexpr int FLOAT_BLOCK = 10 * MOST_ROWS;                         // rows that a task computes
+
+inline int64_t padded(int64_t inputs) { return inputs + inputs % 2; }
+inline int64_t num_streams(int64_t outputs) { return (outputs + STREAM - 1) / STREAM; }
+
+// The place of an output's number in a column.
+inline int64_t place(const float *, int64_t output, int64_t column) { return column * STREAM + output; }
+inline int64_t place(const bfloat16 *, int64_t output, int64_t column) {
+    return column / 2 * 2 * STREAM + 2 * output + column % 2;
+}
+
+// weight [outputs, inputs]; `to` has room for num_streams * STREAM * padded(inputs) numbers.
+inline void pack_stream(const Element *weight, int64_t outputs, int64_t inputs, int64_t stream, Element *to) {
+    to += stream * STREAM * padded(inputs);
+    std::memset(to, 0, STREAM * padded(inputs) * sizeof(Element));
+    for (int64_t i = 0; i < std::min<int64_t>(STREAM, outputs - stream * STREAM); i++)
+        for (int64_t column = 0; column < inputs; column++)
+            to[place(to, i, column)] = weight[(stream * STREAM + i) * inputs + column];
+}
+
+// ---- rows, in float32: ROW_GROUP at a time, a column after the other ----
+
+inline const float *group_of(const float *values, int64_t row, int64_t inputs) {
+    return values + row / ROW_GROUP * ROW_GROUP * padded(inputs) + row % ROW_GROUP;
+}
+
+inline float number(float x) { return x; }
+inline float number(bfloat16 x) {
+    const uint32_t bits = uint32_t(x.bits) << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+inline void widen_row(const Element *x, int64_t row, int64_t inputs, float *values) {
+    float *to = const_cast<float *>(group_of(values, row, inputs));
+    for (int64_t column = 0; column < inputs; column++) to[column * ROW_GROUP] = number(x[column]);
+    if (inputs % 2) to[inputs * ROW_GROUP] = 0;
+}
+
+// ---- a tile ----
+
+// In memory, at any address: what is copied goes through the stack in pieces with GCC 12.
+using FactorsThere = float __attribute__((vector_size(REGISTER), aligned(2), may_alias));
+using BitsThere = uint32_t __attribute__((vector_size(REGISTER), aligned(2), may_alias));
+
+// A register of outputs in two columns.
+inline void load_pair(const float *from, int vector, Factors &first, Factors &second) {
+    first = *(const FactorsThere *)(from + vector * NUMBERS);
+    second = *(const FactorsThere *)(from + STREAM + vector * NUMBERS);
+}
+
+inline void load_pair(const bfloat16 *from, int vector, Factors &first, Factors &second) {
+    const BitsThere words = *(const BitsThere *)(from + 2 * vector * NUMBERS);
+    first = (Factors)(words << 16);
+    second = (Factors)(words & 0xffff0000);
+}
+
+template <int ROWS>
+void float_tile(const float *values, const Weight &w, int64_t row, int64_t stream, Element *out) {
+    const int64_t columns = padded(w.inputs);
+    const float *x = group_of(values, row, w.inputs);
+    const Element *data = (const Element *)w.data + stream * STREAM * columns;
+    Factors sums[ROWS][VECTORS]{};
+    for (int64_t column = 0; column < columns; column += 2, data += 2 * STREAM, x += 2 * ROW_GROUP) {
+        Factors pair[2][VECTORS];
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) load_pair(data, v, pair[0][v], pair[1][v]);
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++)
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) {
+                const float factor = x[r / ROW_GROUP * ROW_GROUP * columns + j * ROW_GROUP + r % ROW_GROUP];
+#pragma GCC unroll 2
+                for (int v = 0; v < VECTORS; v++) sums[r][v] = multiply_add(pair[j][v], factor - Factors{}, sums[r][v]);
+            }
+    }
+    const int64_t first = stream * STREAM, count = std::min<int64_t>(STREAM, w.outputs - first);
+    float results[STREAM];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) *(FactorsThere *)(results + v * NUMBERS) = sums[r][v];
+        for_lanes(count, [&](int64_t i, int n) {
+            const Floats bias = w.bias == nullptr ? Floats{} : load(w.bias + first + i, n);
+            store_lanes(out + (row + r) * w.outputs + first + i, load(results + i, n) + bias, n);
+        });
+    }
+}
+
+template <int ROWS>
+inline int64_t float_tiles(const float *values, const Weight &w, int64_t row, int64_t end, int64_t stream, Element *out) {
+    for (; row + ROWS <= end; row += ROWS) float_tile<ROWS>(values, w, row, stream, out);
+    return row;
+}
+
+// Only the last tiles have less than a group of rows, and lie in one.
+inline void float_task(const float *values, const Weight &w, int64_t row, int64_t end, int64_t stream, Element *out) {
+    row = float_tiles<MOST_ROWS>(values, w, row, end, stream, out);
+    row = float_tiles<2 * ROW_GROUP>(values, w, row, end, stream, out);
+    row = float_tiles<ROW_GROUP>(values, w, row, end, stream, out);
+    if constexpr (ROW_GROUP > 2) row = float_tiles<2>(values, w, row, end, stream, out);
+    if constexpr (ROW_GROUP > 1) float_tiles<1>(values, w, row, end, stream, out);
+}
+
+}  // namespace

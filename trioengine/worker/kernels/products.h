@@ -1,0 +1,41 @@
+// A weight, rows that are prepared for its product, and the product itself: of integers (integers.h), or of numbers of the
+// dtype (floats.h).
+
+#pragma once
+
+#include "floats.h"
+#include "integers.h"
+
+namespace {
+
+// Room for the rows of any product.
+struct Inputs {
+    Activations quantized;
+    float *values;
+};
+
+inline void prepare_row(const Element *x, int64_t row, const Weight &w, const Inputs &to) {
+    if (w.bits > 0)
+        quantize_row(x, row, w.inputs / GROUP, to.quantized);
+    else
+        widen_row(x, row, w.inputs, to.values);
+}
+
+// The threads of a parallel region take tasks, some outputs for a block of rows, from one counter, and wait for the last.
+// out [rows, outputs].
+inline void product(const Inputs &x, const Weight &w, int64_t rows, Element *out) {
+    const int64_t pieces = w.bits > 0 ? num_pieces(w) : num_streams(w.outputs);
+    const int64_t block = w.bits > 0 ? BLOCK : FLOAT_BLOCK;
+#pragma omp for schedule(guided)
+    for (int64_t number = 0; number < pieces * ((rows + block - 1) / block); number++) {
+        const int64_t piece = number % pieces, row = number / pieces * block, end = std::min(row + block, rows);
+        if (w.bits == 4)
+            integer_task<4>(x.quantized, w, row, end, piece, out);
+        else if (w.bits == 8)
+            integer_task<8>(x.quantized, w, row, end, piece, out);
+        else
+            float_task(x.values, w, row, end, piece, out);
+    }
+}
+
+}  // namespace
