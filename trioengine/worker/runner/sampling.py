@@ -153,13 +153,26 @@ def _invert(weights: Tensor, draws: Tensor) -> Tensor:
     Sums of buckets first, then inside the one bucket: a running sum over the whole vocabulary is slow.
     """
     rows = torch.arange(len(weights), device=weights.device)
-    buckets = F.pad(weights, (0, -weights.shape[1] % _BUCKET)).view(len(weights), -1, _BUCKET)
+    buckets = _buckets(weights)
     sums = buckets.sum(dim=-1).double().cumsum(dim=-1)  # [num_rows, num_buckets]
     target = draws * sums[:, -1]
     bucket = _first_above(sums, target)
     before = torch.where(bucket > 0, sums[rows, bucket - 1], 0.0)
     inside = buckets[rows, bucket].double().cumsum(dim=-1)  # [num_rows, _BUCKET]
     return bucket * _BUCKET + _first_above(inside, target - before)
+
+
+def _buckets(weights: Tensor) -> Tensor:
+    """[num_rows, num_buckets, _BUCKET], zero behind the vocabulary."""
+    return F.pad(weights, (0, -weights.shape[1] % _BUCKET)).view(len(weights), -1, _BUCKET)
+
+
+def _totals(weights: Tensor) -> Tensor:
+    """The sums of rows [num_rows, vocab_size], in float64: [num_rows].
+
+    In the same order whatever the numbers of rows and of threads: torch divides a long sum of one row among threads.
+    """
+    return _buckets(weights).sum(dim=-1).double().sum(dim=-1)
 
 
 def _first_above(sums: Tensor, target: Tensor) -> Tensor:
@@ -181,7 +194,8 @@ def _logprobs(raw: Tensor, ids: Tensor, sequences: list[Sequence]) -> list[Logpr
 
 def logprobs_of(logits: Tensor, chosen: Tensor, top: int) -> list[Logprobs]:
     """Log-probabilities in rows of logits [num_rows, vocab_size]: that of `chosen` [num_rows] first, then the best."""
-    totals = logits.logsumexp(dim=-1, keepdim=True)
+    highest = logits.amax(dim=-1, keepdim=True)
+    totals = highest + _totals((logits - highest).exp()).log().float()[:, None]
     best = logits.topk(min(top, logits.shape[1]))
     chosen_values = (logits.gather(1, chosen[:, None]) - totals).squeeze(1)
     found: list[Logprobs] = []
@@ -258,7 +272,7 @@ def filter_rows(scaled: Tensor, params: list[ResolvedParams]) -> Tensor:
         if 0 < counts[row] < staying[row]:
             _keep(weights[row], scaled[row], threshold[row], counts[row])
         if row_params.top_p < 1.0:
-            mass = row_params.top_p * weights[row].sum()
+            mass = row_params.top_p * _totals(weights[row : row + 1])
             if (last_one := _nucleus(scaled[row], candidates[row], threshold[row], mass)) is not None:
                 _keep(weights[row], scaled[row], *last_one)
     return weights

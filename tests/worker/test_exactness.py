@@ -1,0 +1,253 @@
+"""A request has the same tokens and log-probabilities, to the last bit, alone and in any program of requests.
+
+A program adds, stops and runs requests with any chunks, prefix hits, preemptions and numbers of threads, and loses the
+worker. EXACTNESS_PROGRAMS is the number of random programs a model.
+"""
+
+import os
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import pytest
+import torch
+from helpers.torch_driver import load, needs_compiler
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_weights import write_gguf
+
+from trioengine.core.messages import AddMessage, AddSession, EndSession, StopSession, Tokens
+from trioengine.core.sampling_params import ResolvedParams
+from trioengine.core.types import token_ids
+from trioengine.worker.scheduling.engine_core import EngineCore
+from trioengine.worker.scheduling.sequence import Limits
+
+PROGRAMS = int(os.environ.get("EXACTNESS_PROGRAMS", "25"))
+OPTIONS = settings(
+    max_examples=PROGRAMS, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+BLOCK_SIZE = 8
+CONTEXT = 128  # tokens
+THREADS = (1, 2, 3)
+PARAMS = (
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 1.0, "logprobs": 3},
+    {"temperature": 0.7, "logprobs": 0, "top_p": 0.9, "top_k": 40},
+    {"temperature": 1.3, "logprobs": 1, "min_p": 0.02, "presence_penalty": 0.5},
+    {"temperature": 0.0, "logprobs": 1, "repetition_penalty": 1.2, "logit_bias": {7: 3.0}},
+    {"temperature": 0.9, "logprobs": 2, "prompt_logprobs": 2},
+    {"temperature": 0.0, "prompt_logprobs": 0},
+)
+MODELS = {  # name: size of the vocabulary, dtype, quantization, types of a GGUF file or a checkpoint of safetensors
+    "float32": (200, "float32", "none", None),
+    "bfloat16": (200, "bfloat16", "none", None),
+    "integers": (200, "auto", "auto", "Q4_1"),
+    "integers beside bfloat16": (200, "bfloat16", "int8", None),
+    "float32, a large vocabulary": (49_152, "float32", "none", None),
+    "integers, a large vocabulary": (49_152, "bfloat16", "auto", "Q8_0"),
+}
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    needs_compiler()
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Asked:
+    prompt: tuple[int, ...]
+    params: ResolvedParams
+
+
+@dataclass
+class Answer:
+    """All that came for a request, in its order."""
+
+    tokens: list = field(default_factory=list)
+    logprobs: list = field(default_factory=list)
+    prompt_logprobs: list = field(default_factory=list)
+    finish_reason: object = None
+
+    def take(self, row):
+        self.tokens += row.token_ids
+        self.logprobs += row.logprobs or ()
+        self.prompt_logprobs += row.prompt_logprobs or ()
+        self.finish_reason = row.finish_reason
+
+
+class Model:
+    """A model with its requests, and the answers that they get alone."""
+
+    def __init__(self, runner):
+        self.runner, self.alone = runner, cache(self._alone)
+        rng, vocab_size = random.Random(0), runner.info.vocab_size
+        prefixes = [[rng.randrange(3, vocab_size) for _ in range(40)] for _ in range(3)]
+        self.requests = []
+        for number in range(28):
+            prefix = rng.choice(prefixes)[: rng.choice((0, 1, 8, 17, 40))]
+            prompt = (*prefix, *(rng.randrange(3, vocab_size) for _ in range(rng.choice((1, 2, 7, 30)))))
+            params = PARAMS[number % len(PARAMS)]
+            more = {"seed": number, "max_tokens": rng.choice((1, 6, 30, 45)), "ignore_eos": True}
+            self.requests.append(Asked(prompt, ResolvedParams(**params, **more)))
+
+    def limits(self, **changes):
+        info = self.runner.info
+        return Limits(info.vocab_size, CONTEXT, info.kv_blocks_total, info.block_size, **changes)
+
+    def _alone(self, number):
+        torch.set_num_threads(1)
+        life = Life(self, self.limits(enable_prefix_caching=False))
+        life.add(number)
+        life.run()
+        return life.answers[0]
+
+
+class Life:
+    """Requests of one engine core after the other, as an engine posts them."""
+
+    def __init__(self, model, limits):
+        self.model, self.limits = model, limits
+        self.numbers, self.answers = [], []  # by request
+        self.stopped = set()
+        self.happened = Counter()
+        self.start()
+
+    def start(self):
+        """A new worker, whose KV cache has never been written."""
+        for layer in self.model.runner.cache.layers:
+            layer.fill_(torch.nan)
+        self.core = EngineCore(self.model.runner, self.limits, lambda: 0.0)
+
+    def add(self, number):
+        self.numbers.append(number)
+        self.answers.append(Answer())
+        self.post(len(self.numbers) - 1)
+
+    def post(self, request):
+        asked, answer = self.model.requests[self.numbers[request]], self.answers[request]
+        params = asked.params
+        if answer.tokens:
+            params = replace(params, prompt_logprobs=None)
+        else:
+            answer.prompt_logprobs.clear()
+        ids = token_ids((*asked.prompt, *answer.tokens))
+        self.handle(AddSession(request))
+        self.handle(AddMessage(request, request, 0, ids, params, (), num_output=len(answer.tokens)))
+
+    def handle(self, message):
+        self.take(self.core.handle(message))
+
+    def take(self, replies):
+        for reply in replies:
+            if isinstance(reply, Tokens):
+                for row in reply.rows:
+                    answer = self.answers[row.request]
+                    answer.take(row)
+                    if row.finish_reason is not None:
+                        self.core.handle(EndSession(row.request))
+
+    def step(self):
+        if self.core.has_work:
+            before = self.core.statistics()
+            self.take(self.core.step())
+            after = self.core.statistics()
+            self.happened["preemption"] += after.num_preemptions - before.num_preemptions
+            self.happened["prefix hit"] += after.prefix_cache_hits - before.prefix_cache_hits
+            self.happened["batch"] += before.num_running > 1
+
+    def run(self):
+        while self.core.has_work:
+            self.step()
+
+    def stop(self, place):
+        if live := self.live:
+            request = live[place % len(live)]
+            self.stopped.add(request)
+            self.handle(StopSession(request, request))
+            self.happened["stop"] += 1
+
+    def kill(self):
+        live = self.live
+        self.start()
+        for request in live:
+            self.happened["resumed answer"] += bool(self.answers[request].tokens)
+            self.post(request)
+
+    @property
+    def live(self):
+        return [request for request, answer in enumerate(self.answers) if answer.finish_reason is None]
+
+    def check(self):
+        for request, (number, answer) in enumerate(zip(self.numbers, self.answers, strict=True)):
+            expected = self.model.alone(number)
+            if request in self.stopped:
+                assert answer.tokens == expected.tokens[: len(answer.tokens)]
+                assert answer.logprobs == expected.logprobs[: len(answer.logprobs)]
+            else:
+                assert answer == expected
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("add"), st.lists(st.integers(0, 27), min_size=1, max_size=6)),
+    st.tuples(st.just("steps"), st.integers(1, 20)),
+    st.tuples(st.just("threads"), st.sampled_from(THREADS)),
+    st.tuples(st.just("stop"), st.integers(0, 7)),
+    st.tuples(st.just("kill"), st.none()),
+)
+LIMITS = st.fixed_dictionaries(
+    {
+        "chunked_prefill_size": st.integers(1, 64),
+        "max_num_seqs": st.integers(1, 12),
+        "enable_prefix_caching": st.booleans(),
+    }
+)
+
+
+def run_program(model, limits, blocks, operations):
+    limits = model.limits(max_num_batched_tokens=limits["chunked_prefill_size"] + 16, **limits)
+    life = Life(model, replace(limits, kv_blocks_total=blocks))
+    for name, argument in operations:
+        match name:
+            case "add":
+                for number in argument:
+                    life.add(number)
+            case "steps":
+                for _ in range(argument):
+                    life.step()
+            case "threads":
+                torch.set_num_threads(argument)
+                life.happened["threads"] += 1
+            case "stop":
+                life.stop(argument)
+            case "kill":
+                life.kill()
+    life.run()
+    life.check()
+    return life.happened
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_random_programs(tiny_llama, tmp_path, name):
+    vocab_size, dtype, quantization, kind = MODELS[name]
+    shape = {"hidden_size": 96, "intermediate_size": 160, "vocab_size": vocab_size, "num_hidden_layers": 2}
+    if kind is None:
+        path = tiny_llama.write(tmp_path / "model", "bias", **shape)
+    else:
+        kinds = dict.fromkeys(tiny_llama.tensors({**tiny_llama.BASE, **shape}), kind)
+        kinds = {name: kind for name in kinds if "norm" not in name}
+        path = write_gguf(tiny_llama, tmp_path / "model.gguf", "plain", kinds=kinds, **shape)
+    options = {"block_size": BLOCK_SIZE, "max_model_len": CONTEXT, "kv_cache_memory": 4 << 20}
+    model = Model(load(path, dtype, quantization=quantization, **options))
+    happened = Counter()
+
+    @OPTIONS
+    @given(limits=LIMITS, blocks=st.integers(15, 24), operations=st.lists(OPERATIONS, min_size=8, max_size=30))
+    def programs(limits, blocks, operations):
+        happened.update(run_program(model, limits, blocks, operations))
+
+    programs()
+    assert all(happened[each] for each in ("preemption", "prefix hit", "batch", "stop", "resumed answer", "threads"))
