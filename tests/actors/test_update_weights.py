@@ -47,6 +47,29 @@ async def test_a_worker_that_is_lost_later_has_them_again(autojump_clock, simula
     assert engine.limits.weight_version == 2
 
 
+@pytest.mark.parametrize("asleep", [False, True])
+async def test_their_quantization_is_known(autojump_clock, simulated, asleep):
+    """At once, from a worker that is started later, and also where an update fails."""
+    engine, simulation = simulated
+    assert engine.limits.quantization == "none"
+    if asleep:
+        await engine.sleep()
+    await engine.update_weights("quantized weights")
+    assert engine.limits.quantization == "gguf"
+    with pytest.raises(TransitionFailed):
+        await engine.update_weights("misshapen")
+    assert engine.limits.quantization == "gguf"
+    if asleep:
+        await engine.wake()
+    async with engine.open_session() as session, session.generate("one", LONG) as generation:
+        await anext(generation)
+        simulation.worker.kill()
+        await generation.result()
+    assert engine.limits.quantization == "gguf"
+    await engine.update_weights("toy")
+    assert engine.limits.quantization == "none"
+
+
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 @pytest.mark.parametrize("asleep", [False, True])
 async def test_what_becomes_of_a_stream(autojump_clock, simulated, mode, asleep):

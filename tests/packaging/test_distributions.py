@@ -61,10 +61,8 @@ def test_a_wheel_has_the_modules_of_the_tree(tree, tmp_path):
     assert {name.partition("/")[0] for name in names - modules()} == {
         f"trioengine-{__version__}.{kind}" for kind in ("data", "dist-info")
     }
-    sources = {
-        f"trioengine/worker/kernels/{name}"
-        for name in ("attention.h", "decoder.cpp", "integers.h", "lanes.h", "native.cpp", "rows.h")
-    }
+    headers = ("attention", "decoder", "dot", "floats", "integers", "lanes", "products", "rows", "weight")
+    sources = {f"trioengine/worker/kernels/{name}" for name in ("native.cpp", *(f"{header}.h" for header in headers))}
     assert {"trioengine/py.typed", *sources} <= names
 
 

@@ -12,7 +12,7 @@ from helpers.sleeping_runner import (
     asleep,
     fall_asleep,
 )
-from helpers.torch_driver import load
+from helpers.torch_driver import load, needs_compiler
 from test_weights import write_gguf
 
 from trioengine.core.errors import ModelError
@@ -68,8 +68,21 @@ def test_other_weights_while_only_the_kv_cache_sleeps(runner, other, prompt):
 
 def test_the_same_weights_in_another_format(tiny_llama, runner, tmp_path, prompt):
     """GGUF rounds the numbers of the configuration."""
-    runner.update_weights(str(write_gguf(tiny_llama, tmp_path / "plain.gguf", "plain")))
+    assert runner.update_weights(str(write_gguf(tiny_llama, tmp_path / "plain.gguf", "plain"))) == "none"
     assert answer(runner, prompt) == EXPECTED
+
+
+def test_weights_that_are_stored_as_integers(tiny_llama, tmp_path, prompt):
+    needs_compiler()
+    names = [name for name in tiny_llama.tensors(tiny_llama.BASE) if "norm" not in name]
+    shape = {"hidden_size": 96, "intermediate_size": 160}
+    path = tiny_llama.write(tmp_path / "wide", "plain", **shape)
+    other = write_gguf(tiny_llama, tmp_path / "wide.gguf", "plain", kinds=dict.fromkeys(names, "Q8_0"), **shape)
+    runner = load(path, quantization="gguf")
+    assert runner.info.quantization == "none"
+    assert runner.update_weights(str(other)) == "gguf"
+    assert answer(runner, prompt) == answer(load(other, quantization="gguf"), prompt)
+    assert runner.update_weights(str(path)) == "none"
 
 
 @pytest.mark.parametrize("max_model_len", [200, None])

@@ -290,7 +290,11 @@ class Runtime:
             case Ready():
                 incarnation.on_ready()
                 self._on_ready(message, incarnation)
-            case Slept() | Woken() | Updated():
+            case Slept() | Woken():
+                incarnation.link.on_reply(message)
+            case Updated():
+                if message.error is None:
+                    self._limits = replace(self.limits, quantization=message.quantization)
                 incarnation.link.on_reply(message)
             case Audited():
                 self.worker_counts.on_audited(message)

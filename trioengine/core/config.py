@@ -70,7 +70,7 @@ class WorkerConfig:
     weight_version: int = 1  # the engine's number of the weights at model_path
     kernels: str = "auto"  # auto, native, torch
     quantization: str = "auto"  # auto, none, int8, gguf
-    batch_invariant: bool = False  # a sequence's logits have the same bits whatever shares its steps, in any dtype
+    batch_invariant: bool = False  # an error unless logits have the same bits whatever shares a step
     asleep: tuple[Tag, ...] = ()  # not to be loaded before WAKE
 
 
@@ -103,7 +103,7 @@ class EngineConfig:
     num_threads: int | None = None  # of the worker, up to 4 for each core; None: torch's own choice
     kernels: Kernels = "auto"  # native, in C++, on a CPU where there is a compiler, else torch
     quantization: Quantization = "auto"  # gguf, int8: products of integers; auto: gguf where it is fast
-    batch_invariant: bool = False  # the same bits whatever shares a step, in bfloat16 as well; needs native kernels
+    batch_invariant: bool = False  # an error unless answers have the same bits whatever shares a step: native kernels
     startup_timeout: float = 120.0  # without progress while the worker loads
     step_timeout: float = 300.0  # one step longer than that is death
     unresponsive_timeout: float = 10.0  # no answer to a PING for that long is death

@@ -153,7 +153,7 @@ class Ready:
     block_size: int
     kernels: str  # native or torch
     weight_version: int = 1
-    quantization: str = "none"  # of the weights that are loaded first: gguf, int8: products of integers
+    quantization: str = "none"  # of the weights: gguf, int8: products of integers
 
 
 @dataclass(slots=True)  # one for each token: a frozen one takes four times as long to make
@@ -257,6 +257,7 @@ class Updated:
     """The new weights are in use; with an error, still the old ones."""
 
     error: str | None
+    quantization: str = "none"  # of the new ones, as in READY
 
 
 class Activity(enum.Enum):

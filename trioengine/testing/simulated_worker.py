@@ -309,6 +309,7 @@ class SimulatedWorker(SimulatedProcess):
             kv_blocks_total=limits.kv_blocks_total,
             block_size=limits.block_size,
             weight_version=self._weight_version,
+            quantization=self.runner.quantization,
         )
 
     def _send_all(self, messages: list[FromWorker]) -> None:

@@ -274,12 +274,18 @@ class ToyRunner:
             self._weights = toy_weights(self.path)
         self.asleep -= tags
 
-    def update_weights(self, path: str) -> None:
+    def update_weights(self, path: str) -> str:
         """A path with a name that begins with `misshapen` has tensors of other shapes."""
         if Path(path).name.startswith("misshapen"):
             raise ModelError(f"{path}: other shapes")
         self.path = path
         self._weights = None if Tag.WEIGHTS in self.asleep else toy_weights(path)
+        return self.quantization
+
+    @property
+    def quantization(self) -> str:
+        """`gguf` for a path with a name that begins with `quantized`."""
+        return "gguf" if Path(self.path).name.startswith("quantized") else "none"
 
     def execute(self, output: SchedulerOutput) -> list[Sampled]:
         assert not self.asleep, f"a forward pass while {self.asleep} sleep"

@@ -118,13 +118,15 @@ class TorchModelRunner:
             give_back(self._spec.device)
             raise ModelError(failure)
 
-    def update_weights(self, path: str) -> None:
+    def update_weights(self, path: str) -> str:
         """Load these weights; where the weights sleep, check them, drop the old ones, and load them at `wake`.
+
+        Returns their quantization.
 
         ModelError: they do not fit the model or cannot be read, and the old ones are still there.
         RuntimeError: the old ones had been given up, and could not be loaded again.
         """
-        self._weights.update(path)
+        return self._weights.update(path)
 
     def _take(self, tags: frozenset[Tag]) -> None:
         """All of them, or, with an exception, none: the weights come last, and wake entirely or not."""

@@ -204,26 +204,33 @@ class ModelWeights:
             case _Discarded():
                 self._state = self._load()
 
-    def update(self, path: str) -> None:
-        """Replace the weights by those at `path`, loaded at once if these are awake, else at `wake`.
+    def update(self, path: str) -> str:
+        """Replace the weights by the ones at `path`, loaded at once if these are awake, else at `wake`.
 
-        Raises ModelError if they do not fit or cannot be loaded, and the old ones stay; RuntimeError if the old ones
-        cannot be loaded again.
+        Returns their quantization. Raises ModelError if they do not fit or cannot be loaded, and the old ones stay;
+        RuntimeError if the old ones cannot be loaded again.
         """
-        if (failure := failure_of(lambda: self._check(path))) is not None:
-            raise ModelError(failure)
+        quantization = self._check(path)
         is_awake, old = isinstance(self._state, _Awake), self._path
         self._change_to(path)
         if not is_awake or (failure := failure_of(self.wake)) is None:
-            return
+            return quantization
         self._change_to(old)
         if (second := failure_of(self.wake)) is not None:
             raise RuntimeError(f"{path}: {failure}; and the old weights cannot be loaded again: {second}")
         raise ModelError(failure)
 
-    def _check(self, path: str) -> None:
-        with self._spec.opened(path):
-            pass
+    def _check(self, path: str) -> str:
+        """Return the quantization of a checkpoint that fits. Raises ModelError if it does not, or cannot be read."""
+        found: list[str] = []
+
+        def read() -> None:
+            with self._spec.opened(path) as checkpoint:
+                found.append(self._spec.linears.quantization_of(checkpoint))
+
+        if (failure := failure_of(read)) is not None:
+            raise ModelError(failure)
+        return found[0]
 
     def _change_to(self, path: str) -> None:
         self._state = _Discarded()

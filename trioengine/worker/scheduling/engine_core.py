@@ -319,10 +319,9 @@ class EngineCore:
     def _update_weights(self, message: UpdateWeights) -> Updated:
         self._forget_all("UPDATE_WEIGHTS")
         try:
-            self._runner.update_weights(message.path)
+            return Updated(None, self._runner.update_weights(message.path))
         except ModelError as exc:
             return Updated(str(exc))
-        return Updated(None)
 
     def _forget_all(self, name: str) -> None:
         if self._sessions:

@@ -359,8 +359,10 @@ class ModelRunner(Protocol):
         """Take memory for these sleeping tags again. Raises ModelError if it cannot be had, and they still sleep."""
         ...
 
-    def update_weights(self, path: str) -> None:
+    def update_weights(self, path: str) -> str:
         """Load these weights; while the weights sleep, check them, drop the old ones, and load them at `wake`.
+
+        Returns their quantization, as READY has it.
 
         Raises ModelError if they do not fit or cannot be read, and the old ones stay. After any other exception neither
         are there.
