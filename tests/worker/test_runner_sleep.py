@@ -227,7 +227,7 @@ def test_views_of_one_storage_move_once():
 
 def test_no_room_to_move_back(address_space):
     """Nothing is taken, and nothing is lost."""
-    small, large = torch.ones(4), torch.full((128 << 20,), 7, dtype=torch.uint8)
+    small, large = torch.ones(4), torch.full((1 << 30,), 7, dtype=torch.uint8)  # the heap has no such hole
     held = HostCopy([small, large])
     address_space(32 << 20)
     with pytest.raises(RuntimeError, match="can't allocate memory"):

@@ -33,7 +33,7 @@ HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
     "num_threads": "Threads of the worker; without it torch's own choice.",
     "kernels": "auto, native (in C++, on a CPU where there is a compiler) or torch.",
     "quantization": "Products of integers: gguf, of weights stored so; int8, of others too; none; auto: gguf if fast.",
-    "batch_invariant": "Refuse to start unless answers have the same bits whatever shares a step (a CPU, native kernels).",
+    "batch_invariant": "Refuse to start unless answers have the same bits whatever shares a step: native kernels.",
     "startup_timeout": "Seconds without progress while the worker loads.",
     "step_timeout": "Seconds that one step may take.",
     "unresponsive_timeout": "Seconds that the worker may leave a ping unanswered.",

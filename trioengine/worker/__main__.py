@@ -1,6 +1,7 @@
 """`python -m trioengine.worker`: a worker, started by the supervisor only, or a report for another command.
 
-`--probe` is for `doctor`, `--roof SECONDS [THREADS]` for `bench roof`. A report comes from a process of its own because
+`--probe` is for `doctor`, `--roof SECONDS [THREADS]` for `bench roof`, and `--profile CONFIGURATION REQUESTS PROMPT_LEN
+OUTPUT_LEN` for `bench offline`. A report comes from a process of its own because
 torch may be missing, or broken enough to take its process with it.
 """
 
@@ -85,6 +86,15 @@ def report_roof(seconds: float, threads: int | None) -> None:
     _write(measure_roof(seconds))
 
 
+def report_profile(configuration: str, requests: int, prompt_len: int, output_len: int) -> None:
+    """Report where the time of steps goes; `configuration` is a WorkerConfig in JSON."""
+    _spin_briefly()
+    from trioengine.core.config import WorkerConfig
+    from trioengine.worker.profile import profile_steps
+
+    _write(profile_steps(WorkerConfig(**json.loads(configuration)), requests, prompt_len, output_len))
+
+
 def _write(report: object) -> None:
     sys.stdout.write(f"\n{MARK}{json.dumps(report)}\n")
 
@@ -97,6 +107,9 @@ def main() -> int:
             return 0
         case ["--roof", seconds, *threads]:
             report_roof(float(seconds), int(threads[0]) if threads else None)
+            return 0
+        case ["--profile", configuration, *work]:
+            report_profile(configuration, *map(int, work))
             return 0
     from trioengine.worker.process import run
 

@@ -164,22 +164,7 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
             transport.send(Loading(done, total))
 
     info, runner = load(config, on_progress)
-    chunked_prefill_size = config.chunked_prefill_size
-    if chunked_prefill_size is None:
-        chunked_prefill_size = CPU_PREFILL_SIZE if info.device == "cpu" else config.max_num_batched_tokens
-    limits = Limits(
-        vocab_size=info.vocab_size,
-        max_model_len=info.max_model_len,
-        kv_blocks_total=info.kv_blocks_total,
-        block_size=info.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        chunked_prefill_size=chunked_prefill_size,
-        enable_prefix_caching=config.enable_prefix_caching,
-        tile=None if info.vision is None else info.vision.tile,
-        max_tiles_per_step=CPU_TILES if info.device == "cpu" else CUDA_TILES,
-        encoder_cache_memory=config.encoder_cache_memory,
-    )
+    limits = limits_of(config, info)
     decoder = None if info.vision is None else DecoderThread(info.vision.decode, transport.report)
     compiler = CompilerThread(config.model_path, transport.report)
     core = EngineCore(runner, limits, clock, frozenset(config.asleep), decoder, compiler)
@@ -199,6 +184,26 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
         )
     )
     return core
+
+
+def limits_of(config: WorkerConfig, info: ModelInfo) -> Limits:
+    """Return the limits of scheduling for a model that is loaded."""
+    chunked_prefill_size = config.chunked_prefill_size
+    if chunked_prefill_size is None:
+        chunked_prefill_size = CPU_PREFILL_SIZE if info.device == "cpu" else config.max_num_batched_tokens
+    return Limits(
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        kv_blocks_total=info.kv_blocks_total,
+        block_size=info.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        chunked_prefill_size=chunked_prefill_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        tile=None if info.vision is None else info.vision.tile,
+        max_tiles_per_step=CPU_TILES if info.device == "cpu" else CUDA_TILES,
+        encoder_cache_memory=config.encoder_cache_memory,
+    )
 
 
 def _freeze_gc() -> None:

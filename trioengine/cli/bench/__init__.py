@@ -45,6 +45,7 @@ def offline_command(
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
     repeat: Annotated[int, typer.Option(min=1, help="Runs; the median is reported.")] = 3,
     structured: Annotated[bool, typer.Option("--structured", help="Answers are JSON that follows a schema.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="One run, and where the time of its steps goes.")] = False,
     json: Json = False,
     enable_prefix_caching: Annotated[
         bool,
@@ -53,15 +54,19 @@ def offline_command(
         ),
     ] = False,
     **fields: object,
-) -> None:
+) -> int:
     """Requests that come all at once.
 
     Their throughput and latency, greedy, with random prompts.
     """
     from trioengine.cli.bench.offline import bench_offline
+    from trioengine.cli.bench.profile import bench_profile
 
     config = build(EngineConfig, fields, model=model, enable_prefix_caching=enable_prefix_caching)
+    if profile:
+        return bench_profile(config, requests, prompt_len, output_len, as_json=json)
     bench_offline(config, requests, prompt_len, output_len, repeat=repeat, as_json=json, structured=structured)
+    return 0
 
 
 @bench_command("roof")

@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <chrono>
+
 #include "attention.h"
 #include "products.h"
 
@@ -48,6 +50,28 @@ struct Scratch {
     float *hidden, *selected;  // [tokens, size]; of the output rows, as the last layer leaves them
     Element *wide;             // queries, keys and values; gates and what they are multiplied with
     Element *narrow;           // the results that are prepared for the next product
+    int64_t *times;            // the nanoseconds of each operation in all layers, added up; null: not measured
+};
+
+enum Operation { NORMS, QKV, ATTENTION, OUTPUT, GATE_UP, ACTIVATION, DOWN };
+
+// Each thread has one; the first thread's times count.
+class Watch {
+  public:
+    explicit Watch(int64_t *times) : times_(times), last_(times == nullptr ? 0 : now()) {}
+
+    void lap(Operation operation) {
+        if (times_ == nullptr) return;
+        const int64_t time = now();
+#pragma omp master
+        times_[operation] += time - last_;
+        last_ = time;
+    }
+
+  private:
+    static int64_t now() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+    int64_t *times_, last_;
 };
 
 // All threads of the region call the functions below, share the rows among them, and wait for the last one.
@@ -105,6 +129,7 @@ void activate(int64_t rows, const Weight &next, const Scratch &scratch) {
 void decode_layers(const Decoder &d, const Step &s, const Scratch &scratch) {
     const int64_t size = d.layers[0].qkv.inputs;
     const Inputs &x = scratch.inputs;
+    Watch watch(scratch.times);
     clear(scratch.hidden, s.tokens, size);
     for (int64_t i = 0; i < d.num_layers; i++) {
         const Layer &layer = d.layers[i];
@@ -112,16 +137,25 @@ void decode_layers(const Decoder &d, const Step &s, const Scratch &scratch) {
         const int64_t rows = is_last ? s.outputs : s.tokens;
         float *hidden = is_last ? scratch.selected : scratch.hidden;
         normalize(scratch.hidden, s.delta, layer.input_norm, s.tokens, size, scratch.narrow, &layer.qkv, scratch);
+        watch.lap(NORMS);
         product(x, layer.qkv, s.tokens, scratch.wide);
+        watch.lap(QKV);
         attend(d, s, s.caches[i], scratch);
         prepare_attended(s, is_last, rows, size, layer.output, scratch);
+        watch.lap(ATTENTION);
         product(x, layer.output, rows, s.delta);
+        watch.lap(OUTPUT);
         normalize(hidden, s.delta, layer.post_attention_norm, rows, size, scratch.narrow, &layer.gate_up, scratch);
+        watch.lap(NORMS);
         product(x, layer.gate_up, rows, scratch.wide);
+        watch.lap(GATE_UP);
         activate(rows, layer.down, scratch);
+        watch.lap(ACTIVATION);
         product(x, layer.down, rows, s.delta);
+        watch.lap(DOWN);
     }
     normalize(scratch.selected, s.delta, d.norm, s.outputs, size, s.out, nullptr, scratch);
+    watch.lap(NORMS);
 }
 
 }  // namespace

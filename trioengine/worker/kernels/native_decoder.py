@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import torch
@@ -14,9 +14,10 @@ from trioengine.hub.model_config import TextConfig
 from trioengine.worker.kernels import Attention, DecoderLayer, DecoderWeights, RMSNorm
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.native_attention import NativeAttention, address
-from trioengine.worker.kernels.products import InputsAddress, NativeLinear, WeightAddress
+from trioengine.worker.kernels.products import InputsAddress, NativeLinear, Profile, WeightAddress
 
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+OPERATIONS = ("norms", "qkv", "attention", "output", "gate_up", "activation", "down")  # as decoder.h's
 FUNCTIONS: Mapping[str, tuple[type, ...]] = {"decode": (_ADDRESS, _ADDRESS, _ADDRESS)}
 
 
@@ -70,6 +71,7 @@ class _Scratch(ctypes.Structure):
         ("selected", _ADDRESS),
         ("wide", _ADDRESS),
         ("narrow", _ADDRESS),
+        ("times", _ADDRESS),
     )
 
 
@@ -96,6 +98,7 @@ class NativeDecoder:
             config.head_dim**-0.5,
         )
         self._size = config.hidden_size
+        self._layer_products = products
         every = [product for layer in products for product in layer]
         self._wide = max(product.out_features for product in every)  # columns behind a product
         self._narrow = max(product.in_features for product in every)  # and before it
@@ -123,12 +126,27 @@ class NativeDecoder:
             address(embeddings, dtype),
             result.data_ptr(),
         )
-        scratch = self._reserve(tokens)
+        profile = self._products.profile
+        times = None if profile is None else (_COUNT * len(OPERATIONS))()
+        scratch = self._reserve(tokens, None if times is None else ctypes.addressof(times))
         self._products.native.decode(ctypes.byref(self._decoder), ctypes.byref(step), ctypes.byref(scratch))
+        if profile is not None and times is not None:
+            self._add_times(profile, times, tokens, len(rows))
         return result
 
-    def _reserve(self, tokens: int) -> _Scratch:
-        """Room for a step with so many tokens."""
+    def _add_times(self, profile: Profile, times: Iterable[int], tokens: int, outputs: int) -> None:
+        """`times`: nanoseconds of each operation. The last layer computes only its first product for all tokens."""
+        seconds = {name: count / 1e9 for name, count in zip(OPERATIONS, times, strict=True)}
+        for number, name in enumerate(("qkv", "output", "gate_up", "down")):
+            layers = [layer[number] for layer in self._layer_products]
+            last = tokens if name == "qkv" else outputs
+            rows = [*[tokens] * (len(layers) - 1), last]
+            profile.add_product(name, seconds.pop(name), zip(layers, rows, strict=True))
+        for name, count in seconds.items():
+            profile.add(name, count)
+
+    def _reserve(self, tokens: int, times: int | None) -> _Scratch:
+        """Room for a step with so many tokens, and the address of its times."""
         scratch, dtype = self._products.scratch, self._products.dtype
         return _Scratch(
             scratch.reserve_inputs(tokens, self._narrow),
@@ -136,6 +154,7 @@ class NativeDecoder:
             scratch.reserve("selected", tokens * self._size, torch.float32),
             scratch.reserve("wide", tokens * self._wide, dtype),
             scratch.reserve("narrow", tokens * self._narrow, dtype),
+            times,
         )
 
 

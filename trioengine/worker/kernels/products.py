@@ -6,7 +6,9 @@ A row's result has the same bits whatever other rows a step has, and with any nu
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -44,14 +46,46 @@ class InputsAddress(ctypes.Structure):
     _fields_ = tuple((name, _ADDRESS) for name in ("codes", "scales", "offsets", "sums", "counts", "values"))
 
 
+@dataclass(slots=True)
+class ProfiledPart:
+    """A part of a step: its time, and, of a product, its operations (two for a term of a sum) and its weights."""
+
+    seconds: float = 0.0
+    operations: int = 0
+    weight_bytes: int = 0  # that were read, once a call
+    is_integer: bool = False
+
+
+class Profile:
+    """The parts of steps, by name, added up."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, ProfiledPart] = {}
+
+    def add(self, name: str, seconds: float) -> ProfiledPart:
+        """Add the time of one call; returns the part."""
+        part = self.parts.setdefault(name, ProfiledPart())
+        part.seconds += seconds
+        return part
+
+    def add_product(self, name: str, seconds: float, layers: Iterable[tuple[NativeLinear, int]]) -> None:
+        """Add the time of products, each with its number of rows."""
+        part = self.add(name, seconds)
+        for layer, rows in layers:
+            part.operations += 2 * rows * layer.in_features * layer.out_features
+            part.weight_bytes += layer.weight_bytes
+            part.is_integer = layer.is_integer
+
+
 class Products:
-    """Makes linear layers on the CPU."""
+    """Makes linear layers on the CPU. While `profile` is set, calls add their times to it."""
 
     def __init__(self, native: ctypes.CDLL, dtype: torch.dtype) -> None:
         """`native` is compiled from native.cpp for the dtype."""
         self.native, self.dtype = native, dtype
         native.packed_size.restype = _COUNT
         self.scratch = Scratch()
+        self.profile: Profile | None = None
 
     def make(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
         """The layer of a weight [out_features, in_features] of the dtype."""
@@ -110,6 +144,7 @@ class NativeLinear:
         """`address` has the addresses of the weight and its bias."""
         self.products, self.address = products, address
         self.out_features, self.in_features = int(address.outputs), int(address.inputs)
+        self.weight_bytes, self.is_integer = packed.nbytes, bool(address.bits)
         self._memory = packed, bias
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -121,5 +156,8 @@ class NativeLinear:
         x = x.contiguous()
         result = x.new_empty((rows, self.out_features))
         room = ctypes.byref(products.scratch.reserve_inputs(rows, self.in_features))
+        began = time.perf_counter()
         products.native.linear(ctypes.byref(self.address), x.data_ptr(), rows, room, result.data_ptr())
+        if products.profile is not None:
+            products.profile.add_product("head", time.perf_counter() - began, [(self, rows)])
         return result
