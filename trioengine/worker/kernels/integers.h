@@ -156,17 +156,12 @@ inline Floats rounded_product(Floats v, float factor) {
     return v * factor + shift - shift;
 }
 
-inline float least(Floats v) { return -largest(-v); }
-
-// Numbers that are not finite make the scale of their group nan, and with it all results of their row.
+// Numbers that are not finite, or have such a range, make the scale of their group nan, and with it all results of their row.
 inline void quantize_group(const Element *x, int64_t at, const Activations &to) {
     const Floats halves[2] = {load(x), load(x + LANES)};
-    const Words low = (Words)halves[0] & 0x7fffffff, high = (Words)halves[1] & 0x7fffffff;
-    const Ints finite = (low < 0x7f800000) & (high < 0x7f800000);
-    int all_finite = -1;
-    for (int i = 0; i < LANES; i++) all_finite &= finite[i];
-    const float lowest = least(-larger(-halves[0], -halves[1])), range = largest(larger(halves[0], halves[1])) - lowest;
-    const bool varies = all_finite && range > 1e-30f;
+    const Floats large = halves[0] == halves[0] & halves[1] == halves[1] ? larger(halves[0], halves[1]) : all(INFINITY);
+    const float lowest = -largest(larger(-halves[0], -halves[1])), range = largest(large) - lowest;
+    const bool is_finite = range < INFINITY, varies = is_finite && range > 1e-30f;
     const float factor = varies ? 255.0f / range : 0;
     Ints total{};
     for (int h = 0; h < 2; h++) {
@@ -176,9 +171,8 @@ inline void quantize_group(const Element *x, int64_t at, const Activations &to) 
         std::memcpy(to.codes + at * GROUP + h * LANES, &small, sizeof small);
         total += integers;
     }
-    to.counts[at] = 0;
-    for (int i = 0; i < LANES; i++) to.counts[at] += total[i];
-    to.scales[at] = !all_finite ? NAN : varies ? range / 255.0f : 0;
+    to.counts[at] = sum(total);
+    to.scales[at] = !is_finite ? NAN : varies ? range / 255.0f : 0;
     to.offsets[at] = varies ? lowest + 128.0f * to.scales[at] : lowest;
     to.sums[at] = to.scales[at] * float(to.counts[at]);
 }

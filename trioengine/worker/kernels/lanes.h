@@ -74,10 +74,41 @@ inline float sum(Floats v) {
     return result;
 }
 
-inline float largest(Floats v) {
-    float result = v[0];
-    for (int i = 1; i < LANES; i++) result = std::max(result, v[i]);
+template <class Vector>
+inline Vector larger_of(Vector a, Vector b) {
+    return a < b ? b : a;
+}
+
+// The upper half of a vector, and the lower one.
+template <class Half, class Vector>
+inline Half upper(Vector v) {
+    Half result;
+    std::memcpy(&result, (const char *)&v + sizeof result, sizeof result);
     return result;
+}
+template <class Half, class Vector>
+inline Half lower(Vector v) {
+    Half result;
+    std::memcpy(&result, &v, sizeof result);
+    return result;
+}
+
+using Ints8 = int32_t __attribute__((vector_size(32)));
+using Ints4 = int32_t __attribute__((vector_size(16)));
+
+inline int32_t sum(Ints v) {
+    const Ints8 eight = lower<Ints8>(v) + upper<Ints8>(v);
+    const Ints4 four = lower<Ints4>(eight) + upper<Ints4>(eight);
+    return four[0] + four[1] + (four[2] + four[3]);
+}
+
+using Floats8 = float __attribute__((vector_size(32)));
+using Floats4 = float __attribute__((vector_size(16)));
+
+inline float largest(Floats v) {
+    const Floats8 eight = larger_of(lower<Floats8>(v), upper<Floats8>(v));
+    const Floats4 four = larger_of(lower<Floats4>(eight), upper<Floats4>(eight));
+    return std::max(std::max(four[0], four[1]), std::max(four[2], four[3]));
 }
 
 }  // namespace
