@@ -1,7 +1,8 @@
 """A request has the same tokens and log-probabilities, to the last bit, alone and in any program of requests.
 
 A program adds, stops and runs requests with any chunks, prefix hits, preemptions and numbers of threads, and loses the
-worker. EXACTNESS_PROGRAMS is the number of random programs a model.
+worker. The environment variable EXACTNESS_PROGRAMS sets the number of random programs for each model; of many, run them
+with `-o faulthandler_timeout=0`.
 """
 
 import os
