@@ -18,13 +18,16 @@ from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.runner.model_weights import choose_kernels
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-SHAPES = [  # heads, heads of keys and values, head_dim, block_size
-    (9, 3, 64, 16),
-    (4, 4, 128, 32),
-    (8, 1, 16, 4),
-    (6, 2, 40, 7),
-    (5, 1, 8, 16),
-    (2, 1, 256, 16),
+LESS = ["AVX2", "0"]  # instructions, where the CPU has more
+SHAPES = [  # heads, heads of keys and values, head_dim, block_size, instructions at most
+    (9, 3, 64, 16, None),
+    (4, 4, 128, 32, None),
+    (8, 1, 16, 4, None),
+    (6, 2, 40, 7, None),
+    (5, 1, 8, 16, None),
+    (2, 1, 256, 16, None),
+    *((9, 3, 64, 16, at_most) for at_most in LESS),
+    *((6, 2, 40, 7, at_most) for at_most in LESS),
 ]
 
 
@@ -44,9 +47,14 @@ def _no_gradients():
         yield
 
 
-def make(shape=SHAPES[0], dtype=torch.float32):
-    heads, kv_heads, head_dim, block_size = shape
-    return NativeKernels(heads, kv_heads, head_dim, dtype, block_size)
+@pytest.fixture(params=[None, *LESS], ids=str)
+def at_most(request):
+    return request.param
+
+
+def make(shape=SHAPES[0], dtype=torch.float32, at_most=None):
+    heads, kv_heads, head_dim, block_size, less = shape
+    return NativeKernels(heads, kv_heads, head_dim, dtype, block_size, at_most or less)
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
@@ -63,7 +71,7 @@ class Step:
     """Sequences of (new, context) tokens in a cache whose unused memory is nan, and their attention in float64."""
 
     def __init__(self, shape, dtype, lengths, scale=1.0):
-        self.heads, self.kv_heads, self.head_dim, block_size = shape
+        self.heads, self.kv_heads, self.head_dim, block_size, _ = shape
         counts = [-(-context // block_size) for _, context in lengths]
         blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
         tables = np.zeros((len(lengths), max(counts)), dtype=np.int64)
@@ -146,14 +154,14 @@ def test_new_keys_and_values_are_stored():
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 10.0])
-def test_scores_of_every_size(scale):
+def test_scores_of_every_size(scale, at_most):
     """All alike, and so far apart that one key takes all: no overflow, and the largest may come first or last."""
     step = Step(SHAPES[0], torch.float32, [(1, 200), (90, 200)], scale)
-    found, expected = step.run(make()), step.expected()
+    found, expected = step.run(make(at_most=at_most)), step.expected()
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4 * max(scale, 1e-3))
 
 
-def test_the_largest_score_comes_last():
+def test_the_largest_score_comes_last(at_most):
     """Every piece of the keys has larger scores than the one before: the sums are scaled down each time."""
     step = Step(SHAPES[0], torch.float32, [(1, 300)])
     step.tokens.fill_(1.0)
@@ -162,27 +170,27 @@ def test_the_largest_score_comes_last():
     table = step.batch.block_tables[0]
     for position in range(299):
         step.cache.layers[0][int(table[position // 16]), :, position % 16] = step.contexts[0][position]
-    assert_close(step.run(make()), step.expected(), torch.float32)
+    assert_close(step.run(make(at_most=at_most)), step.expected(), torch.float32)
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FFFFFFF, 0xFFC00001])
-def test_what_is_not_finite_stays_in_its_sequence(bits):
+def test_what_is_not_finite_stays_in_its_sequence(bits, at_most):
     """Every nan that there is."""
     nan = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)[0]
     step = Step(SHAPES[0], torch.float32, [(1, 40), (1, 30), (20, 60)])
     step.tokens[1, 0, 0] = nan  # a query
-    found = step.run(make())
+    found = step.run(make(at_most=at_most))
     assert found[1, :64].isnan().all()
     assert found[1, 64:].isfinite().all()
     assert found[[0, *range(2, 22)]].isfinite().all()
     step.tokens[1, 0, 0] = 0.0
     step.tokens[0, step.heads, 0] = nan  # a key
-    found = step.run(make())
+    found = step.run(make(at_most=at_most))
     assert found[0, :192].isnan().all()
     assert found[1:].isfinite().all()
 
 
-def test_scores_that_are_minus_infinity():
+def test_scores_that_are_minus_infinity(at_most):
     """All of the first ones: what comes later counts."""
     step = Step(SHAPES[0], torch.float32, [(1, 150)])
     step.tokens[0, : step.heads].abs_()
@@ -190,7 +198,7 @@ def test_scores_that_are_minus_infinity():
     for position in range(100):
         step.cache.layers[0][int(table[position // 16]), :3, position % 16] = -math.inf
         step.contexts[0][position, :3] = -math.inf
-    found, expected = step.run(make()), step.expected()
+    found, expected = step.run(make(at_most=at_most)), step.expected()
     assert expected.isfinite().all()
     assert_close(found, expected, torch.float32)
 
@@ -211,26 +219,26 @@ def test_one_thread_and_many_agree():
 
 @pytest.mark.parametrize("size", [1, 15, 16, 48, 576])
 @pytest.mark.parametrize("rows", [0, 1, 37])
-def test_add_norm(rows, size, dtype):
+def test_add_norm(rows, size, dtype, at_most):
     hidden, delta, norm = randn(rows, size), randn(rows, size, dtype=dtype, seed=1), RMSNorm(randn(size, seed=2), 1e-5)
     total = hidden.double() + delta.double()
     expected = total * norm.weight / (total.square().mean(dim=-1, keepdim=True) + norm.epsilon).sqrt()
-    assert_close(make(dtype=dtype).add_norm(hidden, delta, norm), expected, dtype)
+    assert_close(make(dtype=dtype, at_most=at_most).add_norm(hidden, delta, norm), expected, dtype)
     assert_close(hidden, total, torch.float32)
 
 
 @pytest.mark.parametrize("size", [1, 16, 40, 1536])
 @pytest.mark.parametrize("rows", [0, 1, 37])
-def test_silu_and_multiply(rows, size, dtype):
+def test_silu_and_multiply(rows, size, dtype, at_most):
     gate_up = randn(rows, 2 * size, dtype=dtype) * 3
     gate, up = gate_up.double().chunk(2, dim=-1)
-    assert_close(make(dtype=dtype).silu_and_multiply(gate_up), gate * gate.sigmoid() * up, dtype)
+    assert_close(make(dtype=dtype, at_most=at_most).silu_and_multiply(gate_up), gate * gate.sigmoid() * up, dtype)
 
 
-def test_silu_at_the_ends(dtype):
+def test_silu_at_the_ends(dtype, at_most):
     gates = [-math.inf, -3e38, -1e35, -100.0, -88.0, 0.0, 88.0, 1e38, math.inf, math.nan, *[1.0] * 6]
     gate_up = torch.tensor([[*gates, *[2.0] * 16]], dtype=dtype)
-    found = make(dtype=dtype).silu_and_multiply(gate_up)
+    found = make(dtype=dtype, at_most=at_most).silu_and_multiply(gate_up)
     expected = torch.nn.functional.silu(gate_up[:, :16].float()) * 2
     torch.testing.assert_close(found, expected.to(dtype), rtol=TOLERANCES[dtype], atol=1e-36, equal_nan=True)
 
@@ -238,7 +246,7 @@ def test_silu_at_the_ends(dtype):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rotate(shape, dtype):
     """The first heads turn as torch's do, the others stay."""
-    heads, kv_heads, head_dim, _ = shape
+    heads, kv_heads, head_dim, *_ = shape
     rotary = RotaryTable(torch.rand(head_dim // 2), 100, dtype, torch.device("cpu"))
     tokens, positions = (
         randn(9, heads + 2 * kv_heads, head_dim, dtype=dtype),
@@ -253,12 +261,12 @@ def test_rotate(shape, dtype):
     assert torch.equal(found[:, heads + kv_heads :], tokens[:, heads + kv_heads :])
 
 
-def test_to_bfloat16_as_torch_rounds():
+def test_to_bfloat16_as_torch_rounds(at_most):
     """To the nearest, ties to even; what is too large becomes infinite. The norm of ones is its weight."""
     ties = torch.arange(1 << 16, dtype=torch.int32) << 16 | 0x8000
     weight = torch.cat((ties - 1, ties, ties + 1)).view(torch.float32)
     hidden, delta = torch.ones(1, len(weight)), torch.zeros(1, len(weight), dtype=torch.bfloat16)
-    found = make(dtype=torch.bfloat16).add_norm(hidden, delta, RMSNorm(weight, 0.0))[0]
+    found = make(dtype=torch.bfloat16, at_most=at_most).add_norm(hidden, delta, RMSNorm(weight, 0.0))[0]
     torch.testing.assert_close(found, weight.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 

@@ -24,8 +24,8 @@ inline void swap_blocks(Floats *square) {
 }
 
 inline void transpose(Floats *square) {
-    swap_blocks<8>(square);
-    swap_blocks<4>(square);
+    if constexpr (LANES > 8) swap_blocks<8>(square);
+    if constexpr (LANES > 4) swap_blocks<4>(square);
     swap_blocks<2>(square);
     swap_blocks<1>(square);
 }
@@ -36,8 +36,9 @@ constexpr int PARTS = (HEAD_DIM + LANES - 1) / LANES;  // of a head, in lanes
 constexpr int REST = HEAD_DIM - (PARTS - 1) * LANES;   // elements of the last part
 constexpr int STRIP = 4;                               // rows whose sums are in registers together
 constexpr int QUERIES = (TILE_SIZE * GROUP_SIZE + STRIP - 1) / STRIP * STRIP;
-constexpr int GROUPS = 4;  // of keys, in lanes, between two looks at the maximum
-constexpr int KEYS = GROUPS * LANES;
+constexpr int WIDE = INSTRUCTIONS >= AVX512 && PARTS % 4 == 0 ? 4 : PARTS % 3 == 0 ? 3 : PARTS % 2 == 0 ? 2 : 1;
+constexpr int KEYS = 64;  // between two looks at the maximum
+constexpr int GROUPS = KEYS / LANES;
 
 inline int part_size(int part) { return part == PARTS - 1 ? REST : LANES; }
 
@@ -167,14 +168,18 @@ class TileAttention {
     }
 
     void add_values(int r, int count) {
-        Floats sums[STRIP][PARTS];
         const float *weights = (const float *)scores_[r];
-        std::memcpy(sums, results_[r], sizeof sums);
-        for (int k = 0; k < count; k++)
-#pragma GCC unroll 4
+        for (int first = 0; first < PARTS; first += WIDE) {
+            Floats sums[STRIP][WIDE];
             for (int i = 0; i < STRIP; i++)
-                for (int p = 0; p < PARTS; p++) sums[i][p] += weights[i * KEYS + k] * values_[k][p];
-        std::memcpy(results_[r], sums, sizeof sums);
+                for (int p = 0; p < WIDE; p++) sums[i][p] = results_[r + i][first + p];
+            for (int k = 0; k < count; k++)
+#pragma GCC unroll 4
+                for (int i = 0; i < STRIP; i++)
+                    for (int p = 0; p < WIDE; p++) sums[i][p] += weights[i * KEYS + k] * values_[k][first + p];
+            for (int i = 0; i < STRIP; i++)
+                for (int p = 0; p < WIDE; p++) results_[r + i][first + p] = sums[i][p];
+        }
     }
 
     const int rows_;

@@ -11,10 +11,9 @@
 
 namespace {
 
-constexpr int NUMBERS = REGISTER / 4;  // of float32 in a register
-constexpr int VECTORS = DOT ? 2 : 1;   // registers of outputs
-constexpr int STREAM = VECTORS * NUMBERS;
-constexpr int ROW_GROUP = DOT >= AVX512 ? 4 : DOT == AVX2 ? 2 : 1;  // rows whose numbers of a column lie together
+constexpr int VECTORS = INSTRUCTIONS ? 2 : 1;  // registers of outputs
+constexpr int STREAM = VECTORS * LANES;
+constexpr int ROW_GROUP = INSTRUCTIONS >= AVX512 ? 4 : INSTRUCTIONS == AVX2 ? 2 : 1;  // rows whose numbers of a column lie together
 constexpr int MOST_ROWS = 3 * ROW_GROUP;                            // of a tile, whose sums are in registers
 constexpr int FLOAT_BLOCK = 10 * MOST_ROWS;                         // rows that a task computes
 
@@ -59,19 +58,19 @@ inline void widen_row(const Element *x, int64_t row, int64_t inputs, float *valu
 // ---- a tile ----
 
 // In memory, at any address: what is copied goes through the stack in pieces with GCC 12.
-using FactorsThere = float __attribute__((vector_size(REGISTER), aligned(2), may_alias));
-using BitsThere = uint32_t __attribute__((vector_size(REGISTER), aligned(2), may_alias));
+using FloatsThere = float __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+using WordsThere = uint32_t __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 
 // A register of outputs in two columns.
-inline void load_pair(const float *from, int vector, Factors &first, Factors &second) {
-    first = *(const FactorsThere *)(from + vector * NUMBERS);
-    second = *(const FactorsThere *)(from + STREAM + vector * NUMBERS);
+inline void load_pair(const float *from, int vector, Floats &first, Floats &second) {
+    first = *(const FloatsThere *)(from + vector * LANES);
+    second = *(const FloatsThere *)(from + STREAM + vector * LANES);
 }
 
-inline void load_pair(const bfloat16 *from, int vector, Factors &first, Factors &second) {
-    const BitsThere words = *(const BitsThere *)(from + 2 * vector * NUMBERS);
-    first = (Factors)(words << 16);
-    second = (Factors)(words & 0xffff0000);
+inline void load_pair(const bfloat16 *from, int vector, Floats &first, Floats &second) {
+    const WordsThere words = *(const WordsThere *)(from + 2 * vector * LANES);
+    first = (Floats)(words << 16);
+    second = (Floats)(words & 0xffff0000);
 }
 
 template <int ROWS>
@@ -79,9 +78,9 @@ void float_tile(const float *values, const Weight &w, int64_t row, int64_t strea
     const int64_t columns = padded(w.inputs);
     const float *x = group_of(values, row, w.inputs);
     const Element *data = (const Element *)w.data + stream * STREAM * columns;
-    Factors sums[ROWS][VECTORS]{};
+    Floats sums[ROWS][VECTORS]{};
     for (int64_t column = 0; column < columns; column += 2, data += 2 * STREAM, x += 2 * ROW_GROUP) {
-        Factors pair[2][VECTORS];
+        Floats pair[2][VECTORS];
 #pragma GCC unroll 2
         for (int v = 0; v < VECTORS; v++) load_pair(data, v, pair[0][v], pair[1][v]);
 #pragma GCC unroll 2
@@ -90,7 +89,7 @@ void float_tile(const float *values, const Weight &w, int64_t row, int64_t strea
             for (int r = 0; r < ROWS; r++) {
                 const float factor = x[r / ROW_GROUP * ROW_GROUP * columns + j * ROW_GROUP + r % ROW_GROUP];
 #pragma GCC unroll 2
-                for (int v = 0; v < VECTORS; v++) sums[r][v] = multiply_add(pair[j][v], factor - Factors{}, sums[r][v]);
+                for (int v = 0; v < VECTORS; v++) sums[r][v] = multiply_add(pair[j][v], factor - Floats{}, sums[r][v]);
             }
     }
     const int64_t first = stream * STREAM, count = std::min<int64_t>(STREAM, w.outputs - first);
@@ -98,7 +97,7 @@ void float_tile(const float *values, const Weight &w, int64_t row, int64_t strea
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
 #pragma GCC unroll 2
-        for (int v = 0; v < VECTORS; v++) *(FactorsThere *)(results + v * NUMBERS) = sums[r][v];
+        for (int v = 0; v < VECTORS; v++) *(FloatsThere *)(results + v * LANES) = sums[r][v];
         for_lanes(count, [&](int64_t i, int n) {
             const Floats bias = w.bias == nullptr ? Floats{} : load(w.bias + first + i, n);
             store_lanes(out + (row + r) * w.outputs + first + i, load(results + i, n) + bias, n);

@@ -18,8 +18,10 @@ namespace {
 using SmallInts = int8_t __attribute__((vector_size(LANES)));
 
 constexpr int GROUP = 32;
+constexpr int PANEL = 16;
 constexpr int STEPS = GROUP / 4;
-constexpr int TILE_ROWS = DOT ? 4 : 1;  // of a tile, at most; without instructions there are no registers for more
+constexpr int STEP_BYTES = 4 * PANEL;
+constexpr int TILE_ROWS = INSTRUCTIONS ? 4 : 1;  // of a tile, at most; without instructions there are no registers for more
 constexpr int PANELS = 2;  // of a tile, at most: its sums, 8 integer and 8 float, are in registers
 constexpr int BLOCK = 128;  // rows that one task computes, whose activations stay in the second cache
 
@@ -30,9 +32,9 @@ struct Activations {  // [rows, groups] of each: an activation is about its code
     int32_t *counts;  // the sum of the codes: the factor of a zero
 };
 
-constexpr int FACTOR_BYTES = 2 * LANES;  // of a panel's scales, totals or minima, in float16
+constexpr int FACTOR_BYTES = 2 * PANEL;  // of a panel's scales, totals or minima, in float16
 template <int BITS>
-constexpr int CODE_BYTES = GROUP * LANES * BITS / 8;  // of a panel's group
+constexpr int CODE_BYTES = GROUP * PANEL * BITS / 8;  // of a panel's group
 
 // ---- a tile ----
 
@@ -45,7 +47,7 @@ inline Bytes load_bytes(const uint8_t *from) {
 // The integer sums of one group: of COUNT rows, and of WIDTH registers of codes that are a panel apart.
 template <int BITS, int COUNT, int WIDTH>
 inline __attribute__((always_inline)) void sum_group(const int32_t (&starts)[COUNT], const uint8_t *weight,
-                                                     const int8_t *row, int64_t stride, Totals (&totals)[COUNT][WIDTH]) {
+                                                     const int8_t *row, int64_t stride, Ints (&totals)[COUNT][WIDTH]) {
     constexpr int SHARED = 8 / BITS;             // steps in the same bytes
     constexpr bool IS_SPLIT = BITS > CODE_BITS;  // the low and the high halves of codes are multiplied apart
     constexpr int HALVES = SHARED == 2 || IS_SPLIT ? 2 : 1, KINDS = IS_SPLIT ? 2 : 1;
@@ -80,12 +82,12 @@ inline __attribute__((always_inline)) void sum_group(const int32_t (&starts)[COU
 
 template <int BITS, int COUNT, int WIDTH>
 void integer_tile(const Activations &x, const Weight &w, int64_t row, int64_t panel, Element *out) {
-    constexpr int PARTS_OF_PANEL = STEP_BYTES / REGISTER;
+    constexpr int PARTS_OF_PANEL = PANEL / LANES;
     constexpr int JOINT = PARTS_OF_PANEL == 1 ? WIDTH : 1;  // registers of codes that are multiplied together
     const int64_t panel_bytes = CODE_BYTES<BITS> + (w.has_minima ? 3 : 2) * FACTOR_BYTES;
     const int64_t groups = w.inputs / GROUP;
     const uint8_t *group = w.data + panel * groups * panel_bytes;
-    Factors results[COUNT][WIDTH * PARTS_OF_PANEL]{};
+    Floats results[COUNT][WIDTH * PARTS_OF_PANEL]{};
     for (int64_t g = 0; g < groups; g++, group += WIDTH * panel_bytes) {
         const int64_t at = row * groups + g;  // of the first row
         const uint8_t *scales = group + WIDTH * CODE_BYTES<BITS>, *totals = scales + WIDTH * FACTOR_BYTES;
@@ -93,33 +95,29 @@ void integer_tile(const Activations &x, const Weight &w, int64_t row, int64_t pa
         int32_t starts[COUNT];
         for (int r = 0; r < COUNT; r++) starts[r] = -w.zero * x.counts[at + r * groups];
         for (int i = 0; i < WIDTH * PARTS_OF_PANEL; i += JOINT) {
-            Totals sums[COUNT][JOINT];
-            sum_group<BITS>(starts, group + i / PARTS_OF_PANEL * CODE_BYTES<BITS> + i % PARTS_OF_PANEL * REGISTER,
+            Ints sums[COUNT][JOINT];
+            sum_group<BITS>(starts, group + i / PARTS_OF_PANEL * CODE_BYTES<BITS> + i % PARTS_OF_PANEL * sizeof(Bytes),
                             x.codes + at * GROUP, groups * GROUP, sums);
             for (int j = 0; j < JOINT; j++) {
-                const int place = (i + j) * (REGISTER / 2);  // of factors: two bytes each
-                const Factors scale = load_halves(scales + place), total = load_halves(totals + place);
+                const int place = (i + j) * 2 * LANES;  // of factors: two bytes each
+                const Floats scale = load_halves(scales + place), total = load_halves(totals + place);
                 for (int r = 0; r < COUNT; r++) {
-                    Factors &result = results[r][i + j];
-                    result = multiply_add(__builtin_convertvector(sums[r][j], Factors),
+                    Floats &result = results[r][i + j];
+                    result = multiply_add(__builtin_convertvector(sums[r][j], Floats),
                                           scale * x.scales[at + r * groups], result);
-                    result = multiply_add(total, x.offsets[at + r * groups] - Factors{}, result);
+                    result = multiply_add(total, x.offsets[at + r * groups] - Floats{}, result);
                 }
                 if (!w.has_minima) continue;
-                const Factors minimum = load_halves(minima + place);
+                const Floats minimum = load_halves(minima + place);
                 for (int r = 0; r < COUNT; r++)
-                    results[r][i + j] = multiply_add(minimum, x.sums[at + r * groups] - Factors{}, results[r][i + j]);
+                    results[r][i + j] = multiply_add(minimum, x.sums[at + r * groups] - Floats{}, results[r][i + j]);
             }
         }
     }
-    for (int p = 0; p < WIDTH; p++) {
-        const int64_t column = (panel + p) * LANES;
+    for (int i = 0; i < WIDTH * PARTS_OF_PANEL; i++) {
+        const int64_t column = panel * PANEL + i * LANES;
         const Floats bias = w.bias == nullptr ? Floats{} : load(w.bias + column);
-        for (int r = 0; r < COUNT; r++) {
-            Floats result;
-            std::memcpy(&result, &results[r][p * PARTS_OF_PANEL], sizeof result);
-            store_lanes(out + (row + r) * w.outputs + column, result + bias);
-        }
+        for (int r = 0; r < COUNT; r++) store_lanes(out + (row + r) * w.outputs + column, results[r][i] + bias);
     }
 }
 
@@ -135,7 +133,7 @@ void integer_tiles(const Activations &x, const Weight &w, int64_t row, int64_t e
 
 constexpr int64_t AT_ONCE = 2 * PANELS;  // that a task computes
 
-inline int64_t num_panels(const Weight &w) { return w.outputs / LANES; }
+inline int64_t num_panels(const Weight &w) { return w.outputs / PANEL; }
 inline int64_t num_pieces(const Weight &w) { return (num_panels(w) + AT_ONCE - 1) / AT_ONCE; }
 
 template <int BITS>
@@ -158,17 +156,25 @@ inline Floats rounded_product(Floats v, float factor) {
 
 // Numbers that are not finite, or have such a range, make the scale of their group nan, and with it all results of their row.
 inline void quantize_group(const Element *x, int64_t at, const Activations &to) {
-    const Floats halves[2] = {load(x), load(x + LANES)};
-    const Floats large = halves[0] == halves[0] & halves[1] == halves[1] ? larger(halves[0], halves[1]) : all(INFINITY);
-    const float lowest = -largest(larger(-halves[0], -halves[1])), range = largest(large) - lowest;
+    constexpr int PIECES = GROUP / LANES;
+    Floats pieces[PIECES];
+    for (int i = 0; i < PIECES; i++) pieces[i] = load(x + i * LANES);
+    Floats high = pieces[0], low = -high;
+    Ints are_numbers = high == high;
+    for (int i = 1; i < PIECES; i++) {
+        high = larger(high, pieces[i]);
+        low = larger(low, -pieces[i]);
+        are_numbers &= pieces[i] == pieces[i];
+    }
+    const float lowest = -largest(low), range = largest(are_numbers ? high : all(INFINITY)) - lowest;
     const bool is_finite = range < INFINITY, varies = is_finite && range > 1e-30f;
     const float factor = varies ? 255.0f / range : 0;
     Ints total{};
-    for (int h = 0; h < 2; h++) {
-        const Floats steps = varies ? rounded_product(halves[h] - lowest, factor) - 128.0f : Floats{};
+    for (int i = 0; i < PIECES; i++) {
+        const Floats steps = varies ? rounded_product(pieces[i] - lowest, factor) - 128.0f : Floats{};
         const Ints integers = __builtin_convertvector(steps, Ints);
         const SmallInts small = __builtin_convertvector(integers, SmallInts);
-        std::memcpy(to.codes + at * GROUP + h * LANES, &small, sizeof small);
+        std::memcpy(to.codes + at * GROUP + i * LANES, &small, sizeof small);
         total += integers;
     }
     to.counts[at] = sum(total);

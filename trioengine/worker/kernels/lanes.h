@@ -1,5 +1,6 @@
-// Sixteen numbers at a time, in GCC's vector extension: shared by the kernels' sources. ELEMENT (float or bfloat16) is the
-// type of activations.
+// As many numbers at a time as a register of this CPU holds, in GCC's vector extension, which computes conditions and
+// conversions of wider vectors one by one. ELEMENT (float or bfloat16) is the type of activations. Tests choose fewer
+// instructions with AT_MOST.
 
 #pragma once
 
@@ -7,10 +8,28 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+
+#define AVX2 1
+#define AVX512 2
+#define VNNI 3
+#ifndef AT_MOST
+#define AT_MOST VNNI
+#endif
+
+#if AT_MOST >= VNNI && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define INSTRUCTIONS VNNI
+#elif AT_MOST >= AVX512 && defined(__AVX512BW__)
+#define INSTRUCTIONS AVX512
+#elif AT_MOST >= AVX2 && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define INSTRUCTIONS AVX2
+#else
+#define INSTRUCTIONS 0
+#endif
 
 namespace {
 
-constexpr int LANES = 16;
+constexpr int LANES = INSTRUCTIONS >= AVX512 ? 16 : INSTRUCTIONS == AVX2 ? 8 : 4;
 using Floats = float __attribute__((vector_size(4 * LANES)));
 using Ints = int32_t __attribute__((vector_size(4 * LANES)));
 using Words = uint32_t __attribute__((vector_size(4 * LANES)));
@@ -34,7 +53,7 @@ inline void narrow(Floats v, Halves &to) {  // to the nearest, ties to even
 }
 
 template <class T>
-struct Row;  // 16 elements as they lie in memory
+struct Row;  // elements as they lie in memory
 template <>
 struct Row<float> {
     using type = Floats;
@@ -74,41 +93,36 @@ inline float sum(Floats v) {
     return result;
 }
 
+// Half of a vector: the lower one, or the upper one.
+template <class Vector, bool IS_UPPER>
+inline auto half(Vector v) {
+    using Number = std::remove_reference_t<decltype(v[0])>;
+    using Half __attribute__((vector_size(sizeof v / 2))) = Number;
+    Half result;
+    std::memcpy(&result, (const char *)&v + (IS_UPPER ? sizeof result : 0), sizeof result);
+    return result;
+}
+
 template <class Vector>
-inline Vector larger_of(Vector a, Vector b) {
-    return a < b ? b : a;
+inline float largest_of(Vector v) {
+    if constexpr (sizeof v > 16) {
+        const auto a = half<Vector, false>(v), b = half<Vector, true>(v);
+        return largest_of(a < b ? b : a);
+    } else {
+        return std::max(std::max(v[0], v[1]), std::max(v[2], v[3]));
+    }
 }
 
-// The upper half of a vector, and the lower one.
-template <class Half, class Vector>
-inline Half upper(Vector v) {
-    Half result;
-    std::memcpy(&result, (const char *)&v + sizeof result, sizeof result);
-    return result;
-}
-template <class Half, class Vector>
-inline Half lower(Vector v) {
-    Half result;
-    std::memcpy(&result, &v, sizeof result);
-    return result;
+inline float largest(Floats v) { return largest_of(v); }
+
+template <class Vector>
+inline int32_t sum_of(Vector v) {
+    if constexpr (sizeof v > 16)
+        return sum_of(half<Vector, false>(v) + half<Vector, true>(v));
+    else
+        return v[0] + v[1] + (v[2] + v[3]);
 }
 
-using Ints8 = int32_t __attribute__((vector_size(32)));
-using Ints4 = int32_t __attribute__((vector_size(16)));
-
-inline int32_t sum(Ints v) {
-    const Ints8 eight = lower<Ints8>(v) + upper<Ints8>(v);
-    const Ints4 four = lower<Ints4>(eight) + upper<Ints4>(eight);
-    return four[0] + four[1] + (four[2] + four[3]);
-}
-
-using Floats8 = float __attribute__((vector_size(32)));
-using Floats4 = float __attribute__((vector_size(16)));
-
-inline float largest(Floats v) {
-    const Floats8 eight = larger_of(lower<Floats8>(v), upper<Floats8>(v));
-    const Floats4 four = larger_of(lower<Floats4>(eight), upper<Floats4>(eight));
-    return std::max(std::max(four[0], four[1]), std::max(four[2], four[3]));
-}
+inline int32_t sum(Ints v) { return sum_of(v); }
 
 }  // namespace

@@ -21,7 +21,7 @@ from trioengine.worker.kernels.products import Products
 _SOURCE = Path(__file__).with_name("native.cpp")
 _ELEMENTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 _TILE_BYTES = 72 << 10  # of queries, scores and results, in float32
-_KEYS, _LANES = 64, 16  # as in native.cpp
+_KEYS, _LANES = 64, 16  # of attention.h, at most
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "add_norm": (_ADDRESS, _ADDRESS, _ADDRESS, _FLOAT, _COUNT, _COUNT, _ADDRESS),

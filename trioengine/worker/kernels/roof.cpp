@@ -24,7 +24,7 @@ uint32_t read(const uint32_t *data, int64_t count) {
 }
 
 // Numbers of 4 bytes in a register.
-int64_t lanes() { return REGISTER / 4; }
+int64_t lanes() { return LANES; }
 
 // Each of the threads multiplies and adds CHAINS registers of codes in each round.
 int64_t multiply_integers(int64_t rounds, int64_t threads) {
@@ -46,11 +46,11 @@ double multiply_floats(int64_t rounds, int64_t threads) {
     double total = 0;
 #pragma omp parallel for schedule(static) reduction(+ : total)
     for (int64_t thread = 0; thread < threads; thread++) {
-        Factors sums[CHAINS]{};
-        const Factors weight = 1.0f / float(thread + 2) - Factors{};
+        Floats sums[CHAINS]{};
+        const Floats weight = 1.0f / float(thread + 2) - Floats{};
         for (int64_t round = 0; round < rounds; round++)
 #pragma GCC unroll 8
-            for (int i = 0; i < CHAINS; i++) sums[i] = multiply_add(sums[i], weight, float(round) - Factors{});
+            for (int i = 0; i < CHAINS; i++) sums[i] = multiply_add(sums[i], weight, float(round) - Floats{});
         for (int i = 0; i < CHAINS; i++) total += sums[i][0];
     }
     return total;
