@@ -12,10 +12,10 @@
 namespace {
 
 constexpr int VECTORS = INSTRUCTIONS ? 2 : 1;  // registers of outputs
-constexpr int STREAM = VECTORS * LANES;
-constexpr int ROW_GROUP = INSTRUCTIONS >= AVX512 ? 4 : INSTRUCTIONS == AVX2 ? 2 : 1;  // rows whose numbers of a column lie together
-constexpr int MOST_ROWS = 3 * ROW_GROUP;                            // of a tile, whose sums are in registers
-constexpr int FLOAT_BLOCK = 10 * MOST_ROWS;                         // rows that a task computes
+constexpr int STREAM = VECTORS * LANES;        // outputs of a tile
+constexpr int ROW_GROUP = LANES / 4;           // rows whose numbers of a column lie together
+constexpr int MOST_ROWS = 3 * ROW_GROUP;       // of a tile, whose sums are in registers
+constexpr int FLOAT_BLOCK = 10 * MOST_ROWS;    // rows that a task computes
 
 inline int64_t padded(int64_t inputs) { return inputs + inputs % 2; }
 inline int64_t num_streams(int64_t outputs) { return (outputs + STREAM - 1) / STREAM; }
@@ -37,8 +37,9 @@ inline void pack_stream(const Element *weight, int64_t outputs, int64_t inputs, 
 
 // ---- rows, in float32: ROW_GROUP at a time, a column after the other ----
 
-inline const float *group_of(const float *values, int64_t row, int64_t inputs) {
-    return values + row / ROW_GROUP * ROW_GROUP * padded(inputs) + row % ROW_GROUP;
+// The place of a row's first number.
+inline int64_t row_place(int64_t row, int64_t inputs) {
+    return row / ROW_GROUP * ROW_GROUP * padded(inputs) + row % ROW_GROUP;
 }
 
 inline float number(float x) { return x; }
@@ -50,7 +51,7 @@ inline float number(bfloat16 x) {
 }
 
 inline void widen_row(const Element *x, int64_t row, int64_t inputs, float *values) {
-    float *to = const_cast<float *>(group_of(values, row, inputs));
+    float *to = values + row_place(row, inputs);
     for (int64_t column = 0; column < inputs; column++) to[column * ROW_GROUP] = number(x[column]);
     if (inputs % 2) to[inputs * ROW_GROUP] = 0;
 }
@@ -76,7 +77,7 @@ inline void load_pair(const bfloat16 *from, int vector, Floats &first, Floats &s
 template <int ROWS>
 void float_tile(const float *values, const Weight &w, int64_t row, int64_t stream, Element *out) {
     const int64_t columns = padded(w.inputs);
-    const float *x = group_of(values, row, w.inputs);
+    const float *x = values + row_place(row, w.inputs);
     const Element *data = (const Element *)w.data + stream * STREAM * columns;
     Floats sums[ROWS][VECTORS]{};
     for (int64_t column = 0; column < columns; column += 2, data += 2 * STREAM, x += 2 * ROW_GROUP) {

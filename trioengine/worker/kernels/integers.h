@@ -21,7 +21,7 @@ constexpr int GROUP = 32;
 constexpr int PANEL = 16;
 constexpr int STEPS = GROUP / 4;
 constexpr int STEP_BYTES = 4 * PANEL;
-constexpr int TILE_ROWS = INSTRUCTIONS ? 4 : 1;  // of a tile, at most; without instructions there are no registers for more
+constexpr int TILE_ROWS = INSTRUCTIONS ? 4 : 1;  // of a tile, at most: elsewhere there are no registers for more
 constexpr int PANELS = 2;  // of a tile, at most: its sums, 8 integer and 8 float, are in registers
 constexpr int BLOCK = 128;  // rows that one task computes, whose activations stay in the second cache
 

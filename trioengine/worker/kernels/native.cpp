@@ -1,9 +1,9 @@
 // The CPU's kernels, compiled for one model: ELEMENT (float or bfloat16), HEAD_DIM, GROUP_SIZE, TILE_SIZE and BLOCK_SIZE
 // (attention.h).
 //
-// All is computed in float32, 16 numbers at a time, in GCC's vector extension: two, four or more instructions where the
-// CPU has no registers of 64 bytes; products by its best instructions (dot.h). Not compiled with -ffast-math: what is not
-// finite must be seen, in its sequence and in no other.
+// All is computed in float32, a register of numbers at a time (lanes.h), in GCC's vector extension, and products by the
+// best instructions (dot.h). Not compiled with -ffast-math: what is not finite must be seen, in its sequence and in no
+// other.
 
 #include "decoder.h"
 
