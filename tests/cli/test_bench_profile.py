@@ -11,7 +11,7 @@ from helpers.torch_driver import needs_compiler
 
 COMMAND = (sys.executable, "-m", "trioengine", "bench", "offline", "--profile", "--num-threads", "1")
 WORK = ("--requests", "3", "--prompt-len", "10", "--output-len", "4", "--kv-cache-memory", str(4 << 20))
-OF_PYTHON = {"scheduling", "batch", "layers", "logits", "sampling"}
+OF_PYTHON = {"scheduling", "batch", "other layers", "other logits", "sampling"}
 PRODUCTS = {"qkv", "output", "gate_up", "down", "head"}
 OPERATIONS = {"norms", "attention", "activation"}
 
@@ -42,17 +42,17 @@ def test_the_parts(path):
     assert set(parts) == OF_PYTHON | PRODUCTS | OPERATIONS
     assert all(part["seconds"] >= 0 for part in parts.values())
     assert sum(part["seconds"] for part in parts.values()) <= report["seconds"]
-    computed = {name: part["operations"] for name, part in parts.items() if part["operations"]}
+    assert report["roof"]["threads"] == 1
+    computed = {name: (part["integer_operations"], part["float_operations"]) for name, part in parts.items()}
     tokens, sampled = 39, 12  # of them; the last layer goes on with these alone
-    assert computed == {
-        "qkv": 2 * 3 * tokens * 64 * 128,
-        "output": 2 * (2 * tokens + sampled) * 64 * 64,
-        "gate_up": 2 * (2 * tokens + sampled) * 64 * 192,
-        "down": 2 * (2 * tokens + sampled) * 96 * 64,
-        "head": 2 * sampled * 64 * 200,
+    assert {name: operations for name, operations in computed.items() if any(operations)} == {
+        "qkv": (2 * 3 * tokens * 64 * 128, 0),
+        "output": (2 * (2 * tokens + sampled) * 64 * 64, 0),
+        "gate_up": (2 * (2 * tokens + sampled) * 64 * 192, 0),
+        "down": (2 * (2 * tokens + sampled) * 96 * 64, 0),
+        "head": (0, 2 * sampled * 64 * 200),
     }
     assert parts["qkv"]["weight_bytes"] == 4 * 3 * 128 * (64 + 2 * 2 * 2)  # codes, and two factors for each 32
-    assert [parts[name]["is_integer"] for name in ("qkv", "down", "head")] == [True, True, False]
 
 
 def test_the_table(path):
@@ -60,7 +60,7 @@ def test_the_table(path):
     first, header, *rows, roof = run(path).stdout.splitlines()
     assert first.startswith("4 steps, 39 tokens, ") and first.endswith(", quantization none")
     assert header.split() == ["part", "s", "share", "10^9", "op/s", "GB/s", "of", "the", "roof"]
-    figures = {name: values for name, *values in map(str.split, rows)}
+    figures = {row[:14].rstrip(): row[14:].split() for row in rows}
     assert set(figures) == OF_PYTHON | PRODUCTS | OPERATIONS
     assert {name for name, values in figures.items() if len(values) == 5} == PRODUCTS
     assert sum(float(values[1].rstrip("%")) for values in figures.values()) == pytest.approx(100, abs=1)
@@ -78,6 +78,13 @@ def test_work_beyond_the_context(path):
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].startswith("the profile cannot be made: ")
     assert "256" in ended.stderr
+
+
+@pytest.mark.parametrize("option", ["--structured", "--enable-prefix-caching"])
+def test_options_that_it_does_not_have(path, option):
+    ended = run(path, option)
+    assert ended.returncode == 2
+    assert "--profile runs without --structured and without --enable-prefix-caching" in ended.stderr
 
 
 def test_without_a_compiler(path, tmp_path):

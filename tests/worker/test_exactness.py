@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 import torch
 from helpers.torch_driver import load, needs_compiler
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_weights import write_gguf
 
@@ -24,17 +24,25 @@ from trioengine.core.types import token_ids
 from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.sequence import Limits
 
-PROGRAMS = int(os.environ.get("EXACTNESS_PROGRAMS", "25"))
+FEW = 25
+PROGRAMS = int(os.environ.get("EXACTNESS_PROGRAMS", FEW))
 OPTIONS = settings(
-    max_examples=PROGRAMS, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=PROGRAMS,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],  # to shrink a failure takes minutes
+    suppress_health_check=list(HealthCheck),
 )
 BLOCK_SIZE = 8
 CONTEXT = 128  # tokens
+REQUESTS = 32  # of a model, of which its programs choose
 THREADS = (1, 2, 3)
 PARAMS = (
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 1.0, "logprobs": 3},
     {"temperature": 0.7, "logprobs": 0, "top_p": 0.9, "top_k": 40},
+    {"temperature": 1.5, "logprobs": 0, "top_p": 0.95},
     {"temperature": 1.3, "logprobs": 1, "min_p": 0.02, "presence_penalty": 0.5},
     {"temperature": 0.0, "logprobs": 1, "repetition_penalty": 1.2, "logit_bias": {7: 3.0}},
     {"temperature": 0.9, "logprobs": 2, "prompt_logprobs": 2},
@@ -88,7 +96,7 @@ class Model:
         rng, vocab_size = random.Random(0), runner.info.vocab_size
         prefixes = [[rng.randrange(3, vocab_size) for _ in range(40)] for _ in range(3)]
         self.requests = []
-        for number in range(28):
+        for number in range(REQUESTS):
             prefix = rng.choice(prefixes)[: rng.choice((0, 1, 8, 17, 40))]
             prompt = (*prefix, *(rng.randrange(3, vocab_size) for _ in range(rng.choice((1, 2, 7, 30)))))
             params = PARAMS[number % len(PARAMS)]
@@ -193,7 +201,7 @@ class Life:
 
 
 OPERATIONS = st.one_of(
-    st.tuples(st.just("add"), st.lists(st.integers(0, 27), min_size=1, max_size=6)),
+    st.tuples(st.just("add"), st.lists(st.integers(0, REQUESTS - 1), min_size=1, max_size=6)),
     st.tuples(st.just("steps"), st.integers(1, 20)),
     st.tuples(st.just("threads"), st.sampled_from(THREADS)),
     st.tuples(st.just("stop"), st.integers(0, 7)),
@@ -251,4 +259,6 @@ def test_random_programs(tiny_llama, tmp_path, name):
         happened.update(run_program(model, limits, blocks, operations))
 
     programs()
-    assert all(happened[each] for each in ("preemption", "prefix hit", "batch", "stop", "resumed answer", "threads"))
+    assert PROGRAMS < FEW or all(
+        happened[each] for each in ("preemption", "prefix hit", "batch", "stop", "resumed answer", "threads")
+    )

@@ -152,8 +152,8 @@ class Ready:
     kv_blocks_total: int
     block_size: int
     kernels: str  # native or torch
-    weight_version: int = 1
-    quantization: str = "none"  # of the weights: gguf, int8: products of integers
+    weight_version: int = 1  # of the weights that the worker began with
+    quantization: str = "none"  # of the weights in use: gguf, int8: products of integers
 
 
 @dataclass(slots=True)  # one for each token: a frozen one takes four times as long to make

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from trioengine.core.config import WorkerConfig
+from trioengine.core.errors import ModelError
 from trioengine.core.power import ALL_TAGS
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.kernels.batch import make_batch
@@ -36,8 +37,10 @@ def profile_steps(config: WorkerConfig, requests: int, prompt_len: int, output_l
     a product, its operations and the bytes of its weights. Raises ModelError, KernelsUnavailable where nothing can be
     compiled, and RequestRejected for a prompt and an answer that exceed the context.
     """
-    roof = measure_roof(_ROOF)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
     steps = ProfiledSteps(config)
+    roof = measure_roof(_ROOF)
     steps.run(min(requests, 4), min(prompt_len, 16), min(output_len, 16))
     steps.profile = Profile()
     steps.num_steps = steps.num_tokens = 0
@@ -56,10 +59,12 @@ def profile_steps(config: WorkerConfig, requests: int, prompt_len: int, output_l
 
 
 def _disjoint(parts: Mapping[str, ProfiledPart]) -> dict[str, ProfiledPart]:
-    """Leave the time of their own parts out of the layers and the logits."""
+    """Subtract the seconds of the parts inside `layers` and `logits`; the rest is `other layers` and `other logits`."""
     found = {name: replace(part) for name, part in parts.items()}
     for whole, inner in (("layers", OPERATIONS), ("logits", ("head",))):
-        found[whole].seconds -= sum(found[name].seconds for name in inner if name in found)
+        rest = found.pop(whole)
+        rest.seconds -= sum(found[name].seconds for name in inner if name in found)
+        found[f"other {whole}"] = rest
     return found
 
 
@@ -67,10 +72,10 @@ class ProfiledSteps:
     """Runs steps as the worker does, part by part; the parts' times are added to `profile`."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Load the model."""
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        """Load the model. Raises ModelError, also for another device than the CPU."""
         self._spec = spec = ModelSpec.read(config)
+        if spec.device.type != "cpu":
+            raise ModelError(f"steps are profiled on a CPU, not on {spec.device}; choose the device cpu")
         self._runner = TorchModelRunner(spec, ModelWeights(spec, config.model_path, lambda done, total: None))
         self._runner.wake(ALL_TAGS)
         self._limits = limits_of(replace(config, enable_prefix_caching=False), self._runner.info)

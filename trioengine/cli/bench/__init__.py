@@ -22,6 +22,7 @@ from trioengine.cli.options import (
     with_options,
 )
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
+from trioengine.core.errors import InvalidConfig
 
 bench_app = typer.Typer(
     cls=CommandGroup, context_settings=HELP_FLAGS, help="Measure the engine, or a server.", rich_markup_mode=None
@@ -63,6 +64,8 @@ def offline_command(
     from trioengine.cli.bench.profile import bench_profile
 
     config = build(EngineConfig, fields, model=model, enable_prefix_caching=enable_prefix_caching)
+    if profile and (structured or enable_prefix_caching):
+        raise InvalidConfig("--profile runs without --structured and without --enable-prefix-caching")
     if profile:
         return bench_profile(config, requests, prompt_len, output_len, as_json=json)
     bench_offline(config, requests, prompt_len, output_len, repeat=repeat, as_json=json, structured=structured)

@@ -33,7 +33,7 @@ def bench_profile(config: EngineConfig, requests: int, prompt_len: int, output_l
     roof = report["roof"]
     print("{steps} steps, {tokens} tokens, {seconds:.3f} s; {dtype}, quantization {quantization}".format_map(report))
     for name, *figures in (_HEADER, *_rows(report["parts"], roof)):
-        print(f"{name:12}" + "".join(f"{figure:>12}" for figure in figures))
+        print(f"{name:14}" + "".join(f"{figure:>12}" for figure in figures))
     peaks = "the roof: {memory_gb_s:.0f} GB/s, 10^9 op/s of int8 {int8_gop_s:.0f}, of float32 {float32_gop_s:.0f}"
     print(peaks.format_map(roof))
     return 0
@@ -46,9 +46,11 @@ def _rows(parts: Mapping[str, Mapping[str, Any]], roof: Mapping[str, float]) -> 
     for name, part in sorted(parts.items(), key=lambda item: -item[1]["seconds"]):
         seconds = part["seconds"]
         row = [name, f"{seconds:.3f}", f"{seconds / total:.1%}"]
-        if part["operations"] and seconds > 0:
-            rate, speed = part["operations"] / seconds / 1e9, part["weight_bytes"] / seconds / 1e9
-            peak = roof["int8_gop_s" if part["is_integer"] else "float32_gop_s"]
-            row += [f"{rate:.1f}", f"{speed:.1f}", f"{max(rate / peak, speed / roof['memory_gb_s']):.0%}"]
+        if part["weight_bytes"] and seconds > 0:
+            integers, floats, read = (
+                part[key] / seconds / 1e9 for key in ("integer_operations", "float_operations", "weight_bytes")
+            )
+            share = max(integers / roof["int8_gop_s"] + floats / roof["float32_gop_s"], read / roof["memory_gb_s"])
+            row += [f"{integers + floats:.1f}", f"{read:.1f}", f"{share:.0%}"]
         rows.append(tuple(row))
     return rows

@@ -13,9 +13,11 @@ namespace {
 
 constexpr int VECTORS = INSTRUCTIONS ? 2 : 1;  // registers of outputs
 constexpr int STREAM = VECTORS * LANES;        // outputs of a tile
-constexpr int ROW_GROUP = LANES / 4;           // rows whose numbers of a column lie together
+constexpr int ROW_GROUP = LANES / 4;           // rows whose numbers of a column lie together; products.py has room for 4
 constexpr int MOST_ROWS = 3 * ROW_GROUP;       // of a tile, whose sums are in registers
 constexpr int FLOAT_BLOCK = 10 * MOST_ROWS;    // rows that a task computes
+
+static_assert(ROW_GROUP <= 4);
 
 inline int64_t padded(int64_t inputs) { return inputs + inputs % 2; }
 inline int64_t num_streams(int64_t outputs) { return (outputs + STREAM - 1) / STREAM; }
@@ -58,7 +60,7 @@ inline void widen_row(const Element *x, int64_t row, int64_t inputs, float *valu
 
 // ---- a tile ----
 
-// In memory, at any address: what is copied goes through the stack in pieces with GCC 12.
+// In memory, at any address. GCC 12 copies a register by memcpy through the stack, in pieces.
 using FloatsThere = float __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 using WordsThere = uint32_t __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 

@@ -9,7 +9,7 @@
 
 extern "C" {
 
-// ---- called by native_kernels.py ----
+// ---- one operation a call, by native_kernels.py: the reference of decoder.h ----
 
 // heads [tokens, (group_size + 2) * kv_heads, head_dim]; cache [blocks, 2 * kv_heads, block_size, head_dim].
 void store(const Element *heads, int64_t tokens, int64_t kv_heads, const int64_t *slots, Element *cache) {

@@ -84,7 +84,7 @@ class NativeDecoder:
     """The results have the same bits as LayerByLayer's. For one thread at a time."""
 
     def __init__(self, config: TextConfig, weights: DecoderWeights) -> None:
-        """All linear layers are native, of the same products."""
+        """`weights` has native linear layers only, all of the same Products."""
         products = [_products(layer) for layer in weights.layers]
         self._weights = weights  # the memory at the addresses
         self._products = products[0][0].products

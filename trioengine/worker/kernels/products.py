@@ -16,8 +16,9 @@ from torch import Tensor
 from trioengine.core.errors import InvariantError
 from trioengine.worker.kernels.integer_weights import IntegerWeight, pack_integers
 from trioengine.worker.kernels.linear import GROUP
+from trioengine.worker.kernels.native_attention import address
 
-_ROW_GROUP = 4  # of floats.h, at most
+_ROW_GROUP = 4  # floats.h's, or more
 _ADDRESS, _COUNT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "packed_size": (_COUNT, _COUNT),
@@ -51,13 +52,16 @@ class ProfiledPart:
     """A part of a step: its time, and, of a product, its operations (two for a term of a sum) and its weights."""
 
     seconds: float = 0.0
-    operations: int = 0
+    integer_operations: int = 0
+    float_operations: int = 0
     weight_bytes: int = 0  # that were read, once a call
-    is_integer: bool = False
 
 
 class Profile:
-    """The parts of steps, by name, added up."""
+    """The parts of steps, by name, added up.
+
+    The parts before a layer's products include the preparation of their inputs, such as the quantization.
+    """
 
     def __init__(self) -> None:
         self.parts: dict[str, ProfiledPart] = {}
@@ -72,9 +76,12 @@ class Profile:
         """Add the time of products, each with its number of rows."""
         part = self.add(name, seconds)
         for layer, rows in layers:
-            part.operations += 2 * rows * layer.in_features * layer.out_features
+            operations = 2 * rows * layer.in_features * layer.out_features
+            if layer.is_integer:
+                part.integer_operations += operations
+            else:
+                part.float_operations += operations
             part.weight_bytes += layer.weight_bytes
-            part.is_integer = layer.is_integer
 
 
 class Products:
@@ -88,25 +95,24 @@ class Products:
         self.profile: Profile | None = None
 
     def make(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
-        """The layer of a weight [out_features, in_features] of the dtype."""
+        """The layer of a weight [out_features, in_features] and a bias, both of the dtype and contiguous."""
         outputs, inputs = weight.shape
-        if weight.dtype != self.dtype:
-            raise InvariantError(f"a product in {self.dtype} got a weight in {weight.dtype}")
         packed = torch.empty(self.native.packed_size(outputs, inputs), dtype=torch.uint8)
-        self.native.pack(weight.contiguous().data_ptr(), outputs, inputs, packed.data_ptr())
-        address = WeightAddress(packed.data_ptr(), _address(bias), outputs, inputs, 0, 0, False)
-        return NativeLinear(self, address, packed, bias)
+        self.native.pack(address(weight, self.dtype), outputs, inputs, packed.data_ptr())
+        place = WeightAddress(packed.data_ptr(), self._bias(bias, outputs), outputs, inputs, 0, 0, False)
+        return NativeLinear(self, place, packed, bias)
 
     def make_integer(self, weight: IntegerWeight, bias: Tensor | None = None) -> NativeLinear:
         """The layer of a weight of which `can_multiply`."""
-        packed, has_minima = pack_integers(weight), weight.minima is not None
-        form = weight.bits, weight.zero, has_minima
-        address = WeightAddress(packed.data_ptr(), _address(bias), *weight.codes.shape, *form)
-        return NativeLinear(self, address, packed, bias)
+        packed, (outputs, inputs) = pack_integers(weight), weight.codes.shape
+        form = weight.bits, weight.zero, weight.minima is not None
+        place = WeightAddress(packed.data_ptr(), self._bias(bias, outputs), outputs, inputs, *form)
+        return NativeLinear(self, place, packed, bias)
 
-
-def _address(bias: Tensor | None) -> int | None:
-    return None if bias is None else bias.data_ptr()
+    def _bias(self, bias: Tensor | None, outputs: int) -> int | None:
+        if bias is not None and bias.shape != (outputs,):
+            raise InvariantError(f"a product of {outputs} outputs got a bias {list(bias.shape)}")
+        return None if bias is None else address(bias, self.dtype)
 
 
 class Scratch:
@@ -116,14 +122,14 @@ class Scratch:
         self._tensors: dict[str, Tensor] = {}
 
     def reserve(self, name: str, elements: int, dtype: torch.dtype) -> int:
-        """The address of room for so many elements."""
+        """The address of room for this number of elements of the dtype."""
         held = self._tensors.get(name)
         if held is None or len(held) < elements:
             held = self._tensors[name] = torch.empty(elements, dtype=dtype)
         return held.data_ptr()
 
     def reserve_inputs(self, rows: int, columns: int) -> InputsAddress:
-        """Room for so many rows of at most so many columns, prepared for any product."""
+        """Room for `rows` rows of at most `columns` columns, prepared for any product."""
         groups = rows * (columns // GROUP)
         return InputsAddress(
             self.reserve("codes", rows * columns, torch.int8),
@@ -140,16 +146,16 @@ class Scratch:
 class NativeLinear:
     """A linear layer; its input is of the dtype of the products. For one thread at a time."""
 
-    def __init__(self, products: Products, address: WeightAddress, packed: Tensor, bias: Tensor | None) -> None:
-        """`address` has the addresses of the weight and its bias."""
-        self.products, self.address = products, address
-        self.out_features, self.in_features = int(address.outputs), int(address.inputs)
-        self.weight_bytes, self.is_integer = packed.nbytes, bool(address.bits)
+    def __init__(self, products: Products, place: WeightAddress, packed: Tensor, bias: Tensor | None) -> None:
+        """`place` has the addresses of the packed weight and of the bias."""
+        self.products, self.address = products, place
+        self.out_features, self.in_features = int(place.outputs), int(place.inputs)
+        self.weight_bytes, self.is_integer = packed.nbytes, bool(place.bits)
         self._memory = packed, bias
 
     def __call__(self, x: Tensor) -> Tensor:
         products, rows = self.products, len(x)
-        if x.dtype != products.dtype or x.shape[-1] != self.in_features:
+        if x.dtype != products.dtype or x.dim() != 2 or x.shape[1] != self.in_features:
             raise InvariantError(
                 f"a product of {self.in_features} columns in {products.dtype} got {list(x.shape)} in {x.dtype}"
             )
@@ -158,6 +164,6 @@ class NativeLinear:
         room = ctypes.byref(products.scratch.reserve_inputs(rows, self.in_features))
         began = time.perf_counter()
         products.native.linear(ctypes.byref(self.address), x.data_ptr(), rows, room, result.data_ptr())
-        if products.profile is not None:
+        if products.profile is not None:  # no other layer of a text model is called alone
             products.profile.add_product("head", time.perf_counter() - began, [(self, rows)])
         return result

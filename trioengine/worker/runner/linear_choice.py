@@ -24,7 +24,7 @@ class LinearChoice:
             raise _needs_native(f"quantization {config.quantization}", kernels)
 
     def of(self, checkpoint: Checkpoint) -> LinearOptions:
-        """The native kernels' products where there are any.
+        """Choose the native kernels' products where there are any.
 
         `auto` takes integers where the file stores most matrices so and the CPU multiplies them fast, unless float32
         is asked for.
