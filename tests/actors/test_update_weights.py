@@ -12,7 +12,7 @@ from trioengine.core.messages import Wake
 from trioengine.core.power import Tag
 from trioengine.core.types import Cause
 from trioengine.testing import toy_answer
-from trioengine.testing.toy_model import toy_weights
+from trioengine.testing.toy_weights import toy_weights
 
 
 def answer_of(engine, path, messages, params=GREEDY):

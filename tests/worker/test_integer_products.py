@@ -61,6 +61,21 @@ def make_products(dtype, at_most=None):
     return NativeKernels(*NATIVE, dtype, 16, at_most).products
 
 
+def check_rows(linear, x, counts):
+    """The last rows have the same bits alone, in these numbers, as among all, with any number of threads."""
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(linear(x))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(result, results[0]) for result in results)
+    for rows in counts:
+        assert torch.equal(linear(x[len(x) - rows :]), results[0][len(x) - rows :])
+
+
 def dequantized(weight):
     """[rows, columns] in float32."""
     groups = (weight.codes.int() - weight.zero).view(len(weight.codes), -1, GROUP) * weight.scales[..., None]
@@ -138,18 +153,7 @@ def test_the_same_bits_in_any_batch_and_with_any_threads(kind, instructions):
     weight, _ = stored(kind, 176, 320)
     linear = make_products(torch.float32, instructions).make_integer(weight)
     x = torch.randn(517, 320)
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(linear(x))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(result, results[0]) for result in results)
-    for rows in (1, 2, 3, 4, 6, 127, 129):
-        start = 517 - rows
-        assert torch.equal(linear(x[start:]), results[0][start:])
+    check_rows(linear, x, (1, 2, 3, 4, 6, 127, 129))
 
 
 def test_what_is_not_finite_stays_in_its_row():

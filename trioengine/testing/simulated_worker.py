@@ -42,6 +42,7 @@ from trioengine.testing.simulated_process import (
 from trioengine.testing.simulated_process import Behaviour as Behaviour
 from trioengine.testing.simulated_process import Health as Health
 from trioengine.testing.toy_model import Crash, ToyRunner, toy_decode
+from trioengine.testing.toy_weights import toy_quantization
 from trioengine.worker.scheduling.engine_core import EngineCore, Event
 from trioengine.worker.scheduling.images import PayloadArrived
 from trioengine.worker.scheduling.sequence import Limits
@@ -309,7 +310,7 @@ class SimulatedWorker(SimulatedProcess):
             kv_blocks_total=limits.kv_blocks_total,
             block_size=limits.block_size,
             weight_version=self._weight_version,
-            quantization=self.runner.quantization,
+            quantization=toy_quantization(self.runner.path),
         )
 
     def _send_all(self, messages: list[FromWorker]) -> None:

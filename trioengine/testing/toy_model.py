@@ -28,6 +28,7 @@ from trioengine.testing.toy_tokenizer import IM_END as IM_END
 from trioengine.testing.toy_tokenizer import IM_START as IM_START
 from trioengine.testing.toy_tokenizer import VOCAB_SIZE as VOCAB_SIZE
 from trioengine.testing.toy_tokenizer import tokenizer_json
+from trioengine.testing.toy_weights import TOY_PATH, toy_quantization, toy_weights
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
 from trioengine.worker.scheduling.images import DecodedImage, ImageError, Tile, TileShape
@@ -153,15 +154,9 @@ def toy_embeddings(images: Iterable[ToyImage], num_tokens: int, weights: int) ->
     return found
 
 
-TOY_PATH = "toy"  # of the weights that a reference has where none are named
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz     "
 GREEDY_UP_TO = 1.0  # the temperature; the tokens of hotter requests depend on their seeds
 _END_EVERY = 24  # one token in so many ends the answer
-
-
-def toy_weights(path: str) -> int:
-    """The weights at a path: any other path than TOY_PATH gives other answers."""
-    return 0 if path == TOY_PATH else zlib.crc32(path.encode()) | 1
 
 
 def toy_value(token_id: int, before: int) -> int:
@@ -280,12 +275,7 @@ class ToyRunner:
             raise ModelError(f"{path}: other shapes")
         self.path = path
         self._weights = None if Tag.WEIGHTS in self.asleep else toy_weights(path)
-        return self.quantization
-
-    @property
-    def quantization(self) -> str:
-        """`gguf` for a path with a name that begins with `quantized`."""
-        return "gguf" if Path(self.path).name.startswith("quantized") else "none"
+        return toy_quantization(path)
 
     def execute(self, output: SchedulerOutput) -> list[Sampled]:
         assert not self.asleep, f"a forward pass while {self.asleep} sleep"

@@ -25,8 +25,8 @@ from trioengine.testing.toy_model import (
     toy_logprobs,
     toy_next,
     toy_value,
-    toy_weights,
 )
+from trioengine.testing.toy_weights import toy_weights
 
 EOS = frozenset({IM_END, END_OF_TEXT})
 

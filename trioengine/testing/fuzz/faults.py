@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from trioengine.core.types import Cause
-from trioengine.testing.toy_model import TOY_PATH
+from trioengine.testing.toy_weights import TOY_PATH
 
 
 class Harm(enum.Enum):

@@ -30,7 +30,7 @@ from trioengine.testing.fuzz.state_readers import StateLog, StateReader
 from trioengine.testing.fuzz.tools_machine import CALLING, LONGEST, PLACES, moment_of
 from trioengine.testing.fuzz.world import CONFIG
 from trioengine.testing.simulated_worker import Health
-from trioengine.testing.toy_model import TOY_PATH
+from trioengine.testing.toy_weights import TOY_PATH
 
 QUIET = (  # stages in which no request runs
     *(PowerStage.FALLING_ASLEEP, PowerStage.RETIRING, PowerStage.ASLEEP),

@@ -28,7 +28,7 @@ from trioengine.testing.fuzz.request_log import AdmissionLog, RequestLog
 from trioengine.testing.fuzz.world import VARIANTS
 from trioengine.testing.simulated_peer import PeerState
 from trioengine.testing.simulated_worker import Health
-from trioengine.testing.toy_model import TOY_PATH
+from trioengine.testing.toy_weights import TOY_PATH
 
 MAX_CLIENTS = 2  # at once
 OUTAGES = ("abort all", *WORKER_OUTAGES, *STARTS, "abort all", "drain", "drain soon", "abort")
