@@ -10,7 +10,8 @@ from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import FinishReason
 from trioengine.testing.toy_model import IM_END as EOS
-from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner, toy_answer
+from trioengine.testing.toy_model import VOCAB_SIZE, toy_answer
+from trioengine.testing.toy_runner import ToyRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import Limits, Sampled, Sequence, SequenceStatus
 

@@ -20,7 +20,7 @@ from trioengine.core.errors import Outcome, RequestRejected
 from trioengine.core.lifecycle import Power, PowerEvent
 from trioengine.core.power import ALL_TAGS, SleepState, Tag
 from trioengine.core.types import Cause, FinishReason
-from trioengine.testing.toy_model import ToyRunner
+from trioengine.testing.toy_runner import ToyRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from mutant import Mutant, replaced
 
-from trioengine.core.messages import AddSession, EndSession, RequestFailed, StopSession
+from trioengine.core.messages import AddSession, EndSession, RequestFailed, StopSession, TokensRow
 from trioengine.core.types import FinishReason
+from trioengine.testing import toy_runner
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.worker.scheduling import block_manager
 from trioengine.worker.scheduling.block_manager import BlockManager
@@ -108,6 +110,35 @@ def _put_the_newest_first(add: Any) -> Any:
     return mutant
 
 
+def _keep_a_draft(verify: Any) -> Any:
+    def mutant(draft: Iterable[int], rows: Iterable[Sampled]) -> Sampled:
+        drafted = tuple(draft)
+        row = verify(drafted, rows)
+        if isinstance(row, TokensRow) and len(row.token_ids) == 1 and drafted:
+            row.token_ids[0] = drafted[0]
+        return row
+
+    return mutant
+
+
+def _count_drafts_as_computed(append: Any) -> Any:
+    def mutant(self: Scheduler, sequence: Sequence, row: TokensRow, draft: tuple[int, ...]) -> int:
+        num_kept: int = append(self, sequence, row, draft)
+        return min(len(draft), num_kept + 1)
+
+    return mutant
+
+
+def _go_on_behind_the_end(append: Any) -> Any:
+    def mutant(self: Scheduler, sequence: Sequence, row: TokensRow) -> FinishReason | None:
+        whole = row.token_ids[:]
+        reason: FinishReason | None = append(self, sequence, row)
+        row.token_ids = whole
+        return reason
+
+    return mutant
+
+
 WORKER_MUTANTS = (
     Mutant(
         "F3",
@@ -168,5 +199,23 @@ WORKER_MUTANTS = (
         "the worker computes the newest request first",
         replaced(Scheduler, "add", _put_the_newest_first),
         shows=r"request \d+ begins before",
+    ),
+    Mutant(
+        "F95",
+        "a drafted token replaces the sampled one",
+        replaced(toy_runner, "verified", _keep_a_draft),
+        shows="the model's|of none of the weights",
+    ),
+    Mutant(
+        "F96",
+        "a drafted token that was not kept counts as computed",
+        replaced(Scheduler, "_append", _count_drafts_as_computed),
+        shows="the model's|of none of the weights|a step computes nothing|a worker failed",
+    ),
+    Mutant(
+        "F97",
+        "the tokens of a draft behind the end of the answer are sent",
+        replaced(Scheduler, "_append_sampled", _go_on_behind_the_end),
+        shows="the model's|of none of the weights|the whole answer|tokens",
     ),
 )

@@ -1,8 +1,8 @@
 """A request has the same tokens and log-probabilities, to the last bit, alone and in any program of requests.
 
-A program adds, stops and runs requests with any chunks, prefix hits, preemptions and numbers of threads, and loses the
-worker. The environment variable EXACTNESS_PROGRAMS sets the number of random programs for each model; of many, run them
-with `-o faulthandler_timeout=0`.
+A program adds, stops and runs requests with any chunks, prefix hits, preemptions, drafts and numbers of threads, and
+loses the worker. The environment variable EXACTNESS_PROGRAMS sets the number of random programs for each model; of
+many, run them with `-o faulthandler_timeout=0`.
 """
 
 import os
@@ -38,6 +38,7 @@ BLOCK_SIZE = 8
 CONTEXT = 128  # tokens
 REQUESTS = 32  # of a model, of which its programs choose
 THREADS = (1, 2, 3)
+REPEATED = ((), (5, 9, 11) * 6)  # at the end of a prompt: a reason to draft
 PARAMS = (
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 1.0, "logprobs": 3},
@@ -101,6 +102,7 @@ class Model:
             prompt = (*prefix, *(rng.randrange(3, vocab_size) for _ in range(rng.choice((1, 2, 7, 30)))))
             params = PARAMS[number % len(PARAMS)]
             more = {"seed": number, "max_tokens": rng.choice((1, 6, 30, 45)), "ignore_eos": True}
+            prompt += REPEATED[number // len(PARAMS) % 2]
             self.requests.append(Asked(prompt, ResolvedParams(**params, **more)))
 
     def limits(self, **changes):
@@ -122,6 +124,7 @@ class Life:
         self.model, self.limits = model, limits
         self.numbers, self.answers = [], []  # by request
         self.stopped = set()
+        self.num_speculative_tokens = 0
         self.happened = Counter()
         self.start()
 
@@ -138,7 +141,7 @@ class Life:
 
     def post(self, request):
         asked, answer = self.model.requests[self.numbers[request]], self.answers[request]
-        params = asked.params
+        params = replace(asked.params, num_speculative_tokens=self.num_speculative_tokens)
         if answer.tokens:
             params = replace(params, prompt_logprobs=None)
         else:
@@ -166,6 +169,7 @@ class Life:
             after = self.core.statistics()
             self.happened["preemption"] += after.num_preemptions - before.num_preemptions
             self.happened["prefix hit"] += after.prefix_cache_hits - before.prefix_cache_hits
+            self.happened["kept draft"] += after.accepted_tokens - before.accepted_tokens
             self.happened["batch"] += before.num_running > 1
 
     def run(self):
@@ -204,6 +208,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("add"), st.lists(st.integers(0, REQUESTS - 1), min_size=1, max_size=6)),
     st.tuples(st.just("steps"), st.integers(1, 20)),
     st.tuples(st.just("threads"), st.sampled_from(THREADS)),
+    st.tuples(st.just("speculation"), st.sampled_from((0, 1, 5, 15))),
     st.tuples(st.just("stop"), st.integers(0, 7)),
     st.tuples(st.just("kill"), st.none()),
 )
@@ -230,6 +235,8 @@ def run_program(model, limits, blocks, operations):
             case "threads":
                 torch.set_num_threads(argument)
                 life.happened["threads"] += 1
+            case "speculation":  # of later requests
+                life.num_speculative_tokens = argument
             case "stop":
                 life.stop(argument)
             case "kill":
@@ -260,5 +267,6 @@ def test_random_programs(tiny_llama, tmp_path, name):
 
     programs()
     assert PROGRAMS < FEW or all(
-        happened[each] for each in ("preemption", "prefix hit", "batch", "stop", "resumed answer", "threads")
+        happened[each]
+        for each in ("preemption", "prefix hit", "batch", "stop", "resumed answer", "threads", "kept draft")
     )

@@ -10,7 +10,7 @@ from trioengine.core.messages import RequestFailed
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.runner import scoring
-from trioengine.worker.scheduling import sequence as steps
+from trioengine.worker.scheduling import step_plan as steps
 from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import Limits, ScheduledSequence, SchedulerOutput, Sequence
 

@@ -269,7 +269,7 @@ def _commit_now(entry: _Entry) -> None:
 
 
 def _resolved(runtime: Runtime, request: Request) -> ResolvedParams:
-    """Return the parameters with the model's defaults, max_tokens within the context, and a seed."""
+    """Return the parameters with the defaults of model and engine, max_tokens within the context, and a seed."""
     params, defaults = request.params, runtime.sampling_defaults
     room = runtime.limits.max_model_len - request.num_prompt_tokens
     max_tokens = params.max_tokens
@@ -278,5 +278,8 @@ def _resolved(runtime: Runtime, request: Request) -> ResolvedParams:
     max_tokens = min(max_tokens, room)
     seed = runtime.ports.mint_seed() if params.seed is None else params.seed
     min_tokens = min(params.min_tokens, max_tokens)
-    numbers = {"max_tokens": max_tokens, "min_tokens": min_tokens, "seed": seed}
+    drafted = params.num_speculative_tokens
+    if drafted is None:
+        drafted = runtime.config.num_speculative_tokens
+    numbers = {"max_tokens": max_tokens, "min_tokens": min_tokens, "seed": seed, "num_speculative_tokens": drafted}
     return resolved_params(params, defaults, **numbers, stop=(), grammar=request.grammar)

@@ -50,6 +50,8 @@ class Statistics:
     prefix_cache_hits: int  # tokens found
     encoder_cache_queries: int  # images looked up
     encoder_cache_hits: int  # images whose features were there
+    draft_tokens: int  # drafted by speculation, and verified
+    accepted_tokens: int  # drafted tokens that became part of answers
     finish_reasons: Mapping[FinishReason, int] = field(repr=False)  # of all that finished, aborted or failed
     abort_causes: Mapping[Cause, int] = field(repr=False)  # of all that aborted
 
@@ -97,6 +99,8 @@ class Counters(NamedTuple):
     prefix_cache_hits: int = 0
     encoder_cache_queries: int = 0
     encoder_cache_hits: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class WorkerCounts:
@@ -120,6 +124,8 @@ class WorkerCounts:
             latest.prefix_cache_hits,
             latest.encoder_cache_queries,
             latest.encoder_cache_hits,
+            latest.draft_tokens,
+            latest.accepted_tokens,
         )
         return Counters(*map(sum, zip(self._lost, now, strict=True)))
 

@@ -84,6 +84,7 @@ HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
     "min_tokens": "No end before that many tokens.",
     "ignore_eos": "Do not end at the model's end token.",
     "skip_special_tokens": "Leave special tokens out of the text.",
+    "num_speculative_tokens": "Tokens drafted a step, at most, where the text repeats itself.",
 }
 PANELS = {
     "Model": (
@@ -107,6 +108,7 @@ PANELS = {
         "gpu_memory_utilization",
         "encoder_cache_memory",
         "payload_memory",
+        "num_speculative_tokens",
     ),
     "Network": (
         "host",

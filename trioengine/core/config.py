@@ -19,6 +19,7 @@ from trioengine.core.checks import (
 )
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.power import Tag
+from trioengine.core.sampling_params import MAX_SPECULATIVE_TOKENS
 from trioengine.core.wording import brief, changed_fields, counted
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -39,6 +40,7 @@ _INTEGERS = {
     "encoder_cache_memory": (0, MAX_INT64),
     "max_restarts": (1, MAX_COUNT),
     "payload_memory": (1, MAX_INT64),
+    "num_speculative_tokens": (0, MAX_SPECULATIVE_TOKENS),
 }
 _OPTIONAL_INTEGERS = {
     "max_model_len": (2, MAX_COUNT),  # a prompt and a token
@@ -104,6 +106,7 @@ class EngineConfig:
     kernels: Kernels = "auto"  # native, in C++, on a CPU where there is a compiler, else torch
     quantization: Quantization = "auto"  # gguf, int8: products of integers; auto: gguf where it is fast
     batch_invariant: bool = False  # an error unless answers have the same bits whatever shares a step: native kernels
+    num_speculative_tokens: int = 0  # tokens drafted a step, at most, for requests that do not choose; 0: none
     startup_timeout: float = 120.0  # without progress while the worker loads
     step_timeout: float = 300.0  # one step longer than that is death
     unresponsive_timeout: float = 10.0  # no answer to a PING for that long is death
@@ -208,6 +211,7 @@ class EngineOptions(TypedDict, total=False):
     kernels: Kernels
     quantization: Quantization
     batch_invariant: bool
+    num_speculative_tokens: int
     startup_timeout: float
     step_timeout: float
     unresponsive_timeout: float

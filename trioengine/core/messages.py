@@ -191,6 +191,8 @@ class WorkerStatistics:
     encoder_cache_hits: int = 0  # images whose features were found
     prompt_tokens: int = 0  # of requests whose first token this worker computed
     generation_tokens: int = 0
+    draft_tokens: int = 0  # drafted and verified
+    accepted_tokens: int = 0  # of these: drafts that became part of answers
 
 
 @dataclass(frozen=True, slots=True)

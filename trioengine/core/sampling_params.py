@@ -36,6 +36,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_CACHE_SALT = 256  # characters
+MAX_SPECULATIVE_TOKENS = 15  # in one step
 NUMBERS: Mapping[str, tuple[Callable[..., float], float, float]] = {  # the check and the bounds of each
     "max_tokens": (integer, 0, MAX_COUNT),
     "top_k": (integer, -1, MAX_COUNT),
@@ -43,6 +44,7 @@ NUMBERS: Mapping[str, tuple[Callable[..., float], float, float]] = {  # the chec
     "min_tokens": (integer, 0, MAX_COUNT),
     "logprobs": (integer, 0, MAX_TOP_LOGPROBS),
     "prompt_logprobs": (integer, 0, MAX_TOP_LOGPROBS),
+    "num_speculative_tokens": (integer, 0, MAX_SPECULATIVE_TOKENS),
     "temperature": (number, 0, 100),
     "top_p": (number, 0, 1),
     "min_p": (number, 0, 1),
@@ -52,7 +54,7 @@ NUMBERS: Mapping[str, tuple[Callable[..., float], float, float]] = {  # the chec
 }
 _DEFAULT_NUMBERS = {**NUMBERS, "max_tokens": (integer, 1, MAX_COUNT)}  # no default lets a prompt be scored only
 _MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # None: the model's default
-_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", *_MODEL_DEFAULTS)
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "num_speculative_tokens", *_MODEL_DEFAULTS)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _REQUEST_KEYWORDS = ("keep_partial", "timeout", "wait", "label")  # of `generate`, beside the sampling parameters
 P = ParamSpec("P")
@@ -92,6 +94,8 @@ class SamplingParams:
     skip_special_tokens: bool = True  # in the text, not in the token ids
     cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
     grammar: Grammar | None = None  # which the answer follows; where it is complete, the answer ends
+    # tokens drafted a step, at most, from what the text repeats: the same answer in fewer steps; None: the engine's
+    num_speculative_tokens: int | None = None
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -156,6 +160,7 @@ class ResolvedParams(SamplingParams):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    num_speculative_tokens: int = 0
 
 
 _FIELDS = field_names(SamplingParams)
@@ -173,7 +178,8 @@ def params_of_valid(*values: object) -> ResolvedParams:
 def resolved_params(params: SamplingParams, defaults: Mapping[str, float], **changes: object) -> ResolvedParams:
     """Return the parameters with the model's `defaults` for the values that were not given.
 
-    The `changes` are further values; all are known to be valid, and max_tokens and seed are among them or given.
+    The `changes` are further values; all are known to be valid, and max_tokens, seed and num_speculative_tokens are
+    among them or given.
     """
     values = {name: getattr(params, name) for name in _FIELDS} | changes
     for name, neutral in _NEUTRAL.items():
@@ -218,6 +224,7 @@ class SamplingOptions(TypedDict, total=False):
     skip_special_tokens: bool
     cache_salt: str
     grammar: Grammar | None
+    num_speculative_tokens: int | None
 
 
 def merged_params(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:

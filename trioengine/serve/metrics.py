@@ -84,6 +84,10 @@ COUNTERS: Mapping[str, Count] = {
         "Images looked up in the encoder cache", lambda counts: counts.encoder_cache_queries
     ),
     "encoder_cache_hits": Count("Images found in the encoder cache", lambda counts: counts.encoder_cache_hits),
+    "spec_decode_num_draft_tokens": Count("Tokens drafted by speculation", lambda counts: counts.draft_tokens),
+    "spec_decode_num_accepted_tokens": Count(
+        "Drafted tokens that became part of answers", lambda counts: counts.accepted_tokens
+    ),
     "num_preemptions": Count("Requests preempted for want of KV blocks", lambda counts: counts.preemptions),
     "worker_restarts": Count("Workers started in place of one that was lost", lambda counts: counts.restarts),
 }

@@ -145,6 +145,7 @@ class Sampling(Struct, kw_only=True):
     ) = None
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT)] | None = None
+    num_speculative_tokens: Annotated[int, _bounds("num_speculative_tokens", "drafted a step, at most")] | None = None
 
 
 class TextFormat(Struct, tag="text", tag_field="type"):

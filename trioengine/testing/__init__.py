@@ -11,6 +11,6 @@ The fuzzer, `trioengine.testing.fuzz`, needs the extra `fuzz`.
 from trioengine.testing.simulated_worker import SimulatedWorker as SimulatedWorker
 from trioengine.testing.simulation import Simulation as Simulation
 from trioengine.testing.simulation import simulated_engine as simulated_engine
-from trioengine.testing.toy_model import ToyRunner as ToyRunner
 from trioengine.testing.toy_model import toy_answer as toy_answer
 from trioengine.testing.toy_model import toy_model as toy_model
+from trioengine.testing.toy_runner import ToyRunner as ToyRunner

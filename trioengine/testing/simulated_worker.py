@@ -7,6 +7,7 @@ task `run`, in trio's time, so that under MockClock nothing waits; or by hand, w
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from trioengine.core.messages import (
     StopSession,
     Tokens,
 )
+from trioengine.core.power import Tag
 from trioengine.testing.simulated_process import (
     SIGSEGV,
     SimulatedCompiler,
@@ -41,7 +43,8 @@ from trioengine.testing.simulated_process import (
 )
 from trioengine.testing.simulated_process import Behaviour as Behaviour
 from trioengine.testing.simulated_process import Health as Health
-from trioengine.testing.toy_model import Crash, ToyRunner, toy_decode
+from trioengine.testing.toy_model import toy_decode
+from trioengine.testing.toy_runner import Crash, ToyDrafter, ToyRunner
 from trioengine.testing.toy_weights import toy_quantization
 from trioengine.worker.scheduling.engine_core import EngineCore, Event
 from trioengine.worker.scheduling.images import PayloadArrived
@@ -87,12 +90,12 @@ class SimulatedWorker(SimulatedProcess):
         self.runner = ToyRunner(limits)
         self.decoder = SimulatedDecoder(toy_decode, self._report)
         self.compiler = SimulatedCompiler(self._report)
-        self.core = EngineCore(self.runner, limits, trio.current_time, decoder=self.decoder, compiler=self.compiler)
+        self._limits = limits
+        self.core = self._new_core(frozenset())
         self.connection = Connection(Role.WORKER)
         self.received: list[Message] = []  # all messages of the engine, in order
         self.blamed: RemoteProtocolError | None = None  # a protocol violation by the engine
         self.fatal: Fatal | None = None  # sent for an exception of the step loop, which is the worker's own bug
-        self._limits = limits
         self._behaviour = behaviour
         self._queue: deque[Event] = deque()
         self._stopped: set[int] = set()  # requests
@@ -262,9 +265,7 @@ class SimulatedWorker(SimulatedProcess):
             else:
                 asleep = frozenset(message.config.asleep)
                 self.runner.load(message.config.model_path, asleep)
-                self.core = EngineCore(
-                    self.runner, self._limits, trio.current_time, asleep, self.decoder, self.compiler
-                )
+                self.core = self._new_core(asleep)
                 self._weight_version = message.config.weight_version
                 self._send_all([self._ready()])
                 self._turn_to(Activity.IDLE)
@@ -297,6 +298,17 @@ class SimulatedWorker(SimulatedProcess):
             self.open_payloads = [payload for payload in self.open_payloads if payload.is_open]
             held = self.core.num_payloads + sum(isinstance(event, PayloadArrived) for event in self._queue)
             assert len(self.open_payloads) == held, "the worker has payloads open that it does not know"
+
+    def _new_core(self, asleep: frozenset[Tag]) -> EngineCore:
+        return EngineCore(
+            self.runner,
+            self._limits,
+            trio.current_time,
+            asleep,
+            self.decoder,
+            self.compiler,
+            new_drafter=functools.partial(ToyDrafter, self.runner),
+        )
 
     def _ready(self) -> Ready:
         limits = self._limits

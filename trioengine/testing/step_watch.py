@@ -65,7 +65,13 @@ class StepWatch:
         sequence, limits = entry.sequence, self._limits
         name, end = f"request {sequence.request}", sequence.num_computed_tokens + entry.num_new_tokens
         assert entry.num_new_tokens > 0, f"a step computes nothing of {name}"
-        assert end <= sequence.num_tokens, f"a step computes {end} tokens of {name}, which has {sequence.num_tokens}"
+        num_tokens = sequence.num_tokens + len(entry.draft)
+        assert end <= num_tokens, f"a step computes {end} tokens of {name}, which has {num_tokens}"
+        assert end == num_tokens or not entry.draft, f"a step computes half of a draft of {name}"
+        most = min(sequence.params.num_speculative_tokens, sequence.num_tokens_left(limits.max_sequence_len) - 1)
+        assert not entry.draft or len(entry.draft) <= most, (
+            f"a step drafts {len(entry.draft)} of {most} tokens of {name}"
+        )
         assert sequence.status is SequenceStatus.RUNNING, f"a step computes {name}, which is {sequence.status.value}"
         room = len(sequence.block_table) * limits.block_size
         assert end <= room, f"a step computes {end} tokens of {name}, whose blocks have room for {room}"

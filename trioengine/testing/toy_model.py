@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
 from array import array
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from trioengine.core.errors import ModelError
-from trioengine.core.grammar import Grammar, GrammarFailed
+from trioengine.core.grammar import Grammar
 from trioengine.core.image import ImageInfo, ImageProcessing
-from trioengine.core.messages import INVALID_GRAMMAR, SAMPLING_FAILED, TokensRow
-from trioengine.core.power import ALL_TAGS, Tag
-from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import TokenIds
 from trioengine.hub.model_info import ModelFormat, ModelInfo
-from trioengine.testing.step_watch import StepWatch
-from trioengine.testing.toy_grammar import ToyFollower, toy_allowed
+from trioengine.testing.toy_grammar import ToyFollower
 from trioengine.testing.toy_template import toy_template
 from trioengine.testing.toy_tokenizer import END_OF_TEXT as END_OF_TEXT
 from trioengine.testing.toy_tokenizer import IM_END as IM_END
 from trioengine.testing.toy_tokenizer import IM_START as IM_START
 from trioengine.testing.toy_tokenizer import VOCAB_SIZE as VOCAB_SIZE
 from trioengine.testing.toy_tokenizer import tokenizer_json
-from trioengine.testing.toy_weights import TOY_PATH, toy_quantization, toy_weights
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
-from trioengine.worker.scheduling.images import DecodedImage, ImageError, Tile, TileShape
-from trioengine.worker.scheduling.sequence import (
-    BlockCopy,
-    Limits,
-    Sampled,
-    ScheduledSequence,
-    SchedulerOutput,
-    Sequence,
-)
+from trioengine.worker.scheduling.images import DecodedImage, ImageError, TileShape
 
 ToyImage: TypeAlias = tuple[Iterable[int], bytes]  # where its tiles begin in a prompt, and its bytes
 
@@ -214,178 +200,6 @@ def toy_logprobs(token_id: int, top: int) -> dict[int, float]:
 def toy_prompt_logprobs(token_ids: Iterable[int], top: int) -> list[dict[int, float]]:
     """The reference: the logprobs of a prompt's tokens but the first one."""
     return [toy_logprobs(token_id, top) for token_id in list(token_ids)[1:]]
-
-
-def _seed_of(params: SamplingParams) -> int:
-    """The seed on which the tokens of a request depend: only a hot one is not greedy."""
-    return (params.seed or 0) if (params.temperature or 0.0) > GREEDY_UP_TO else 0
-
-
-class Crash(Exception):
-    """A step that a real worker would not survive."""
-
-
-class ToyRunner:
-    """A ModelRunner whose keys and values are `toy_value`s, in the slots that the block tables name.
-
-    Raises AssertionError for a step that StepWatch refuses, that reads values of another history or of a request with
-    another cache salt, or that encodes a tile twice.
-    """
-
-    def __init__(self, limits: Limits) -> None:
-        self._block_size = limits.block_size
-        self._tile = limits.tile
-        self._watch = StepWatch(limits)
-        self._begun: set[Sequence] = set()
-        self._newly_begun: list[tuple[int, int, int]] = []
-        self._slots: dict[int, int] = {}  # values in slots of the KV cache
-        self._salts: dict[int, str] = {}  # of the request that computed the value in a slot
-        self._weights: int | None = 0  # None: discarded
-        self.path = TOY_PATH
-        self.asleep: frozenset[Tag] = frozenset()
-        self.fail_requests: set[int] = set()  # these fail alone, at their next token
-        self.poisoned: Mapping[int, int] = {}  # requests, and how many tokens they get before it crashes
-        self.arrivals: Mapping[int, bool] = {}  # requests in order, and whether they have images or a grammar
-        self.num_steps = self.num_computed = 0  # steps that were computed, and their tokens
-        self.fail_wakes = 0  # so many of the next ones
-
-    def load(self, path: str, asleep: frozenset[Tag]) -> None:
-        """Begin with these weights; `asleep` is not there yet."""
-        self.path, self.asleep = path, asleep
-        self._watch.reset()
-        self._weights = None if Tag.WEIGHTS in asleep else toy_weights(path)
-
-    def sleep(self) -> None:
-        self._slots.clear()
-        self._salts.clear()
-        self._watch.reset()
-        self.asleep = ALL_TAGS
-
-    def wake(self, tags: frozenset[Tag]) -> None:
-        if self.fail_wakes:
-            self.fail_wakes -= 1
-            raise ModelError("made not to wake")
-        if Tag.WEIGHTS in tags:
-            self._weights = toy_weights(self.path)
-        self.asleep -= tags
-
-    def update_weights(self, path: str) -> str:
-        """A path with a name that begins with `misshapen` has tensors of other shapes."""
-        if Path(path).name.startswith("misshapen"):
-            raise ModelError(f"{path}: other shapes")
-        self.path = path
-        self._weights = None if Tag.WEIGHTS in self.asleep else toy_weights(path)
-        return toy_quantization(path)
-
-    def execute(self, output: SchedulerOutput) -> list[Sampled]:
-        assert not self.asleep, f"a forward pass while {self.asleep} sleep"
-        for entry in output.scheduled:
-            if entry.sequence.num_output_tokens >= self.poisoned.get(entry.sequence.request, math.inf):
-                raise Crash
-        weights = self._weights
-        assert weights is not None, "a forward pass without weights"
-        began = self._watch.take(output, self.arrivals)
-        self._copy(output.copies)
-        for entry in began:
-            self._check_prefix(entry.sequence, weights)
-            self._begin(entry.sequence)
-        for tile in output.encode:
-            self._encode(tile, weights)
-        sampled: list[Sampled] = []
-        for entry in output.scheduled:
-            sequence = entry.sequence
-            slots = self._slots_of(sequence)
-            salt, computed = sequence.params.cache_salt, sequence.num_computed_tokens
-            salted = {*map(self._salts.get, slots[:computed])} <= {salt}
-            assert salted, f"request {sequence.request} reads values that were computed under another cache salt"
-            embedded = self._embeddings(entry)
-            for position in range(computed, computed + entry.num_new_tokens):
-                before = self._slots[slots[position - 1]] if position else weights
-                token_id = embedded.get(position, sequence.token_ids[position])
-                self._slots[slots[position]] = toy_value(token_id, before)
-                self._salts[slots[position]] = salt
-            if not entry.samples:
-                sampled += [self._scored(entry, None)] if entry.scores else []
-                continue
-            if sequence.request in self.fail_requests:
-                sampled.append(sequence.failure(SAMPLING_FAILED, "failed on request"))
-                continue
-            values = array("L", map(self._slots.__getitem__, slots))
-            token_id, top = toy_next(values, _seed_of(sequence.params)), sequence.params.logprobs
-            if sequence.constraint is not None:
-                is_short = sequence.num_output_tokens < sequence.params.min_tokens
-                unwanted = sequence.eos_token_ids.union(sequence.params.stop_token_ids) if is_short else ()
-                try:
-                    token_id = toy_allowed(token_id, sequence.constraint.allowed(), unwanted)
-                except GrammarFailed as exc:
-                    sampled.append(sequence.failure(INVALID_GRAMMAR, f"grammar: {exc}"))
-                    continue
-            row = sequence.row(token_id, None if top is None else toy_logprobs(token_id, top))
-            sampled.append(self._scored(entry, row) if entry.scores else row)
-        self.num_steps += 1
-        self.num_computed += output.num_tokens
-        return sampled
-
-    @staticmethod
-    def _scored(entry: ScheduledSequence, row: TokensRow | None) -> TokensRow:
-        sequence, top = entry.sequence, entry.sequence.params.prompt_logprobs or 0
-        return sequence.scored_row(row, tuple(toy_logprobs(sequence.token_ids[each], top) for each in entry.scores))
-
-    def _begin(self, sequence: Sequence) -> None:
-        if sequence not in self._begun:  # else it was preempted
-            self._begun.add(sequence)
-            self._newly_begun.append((sequence.request, sequence.num_tokens, sequence.num_computed_tokens))
-
-    def take_begun(self) -> list[tuple[int, int, int]]:
-        """Return the requests that were begun since the last call, with their tokens and those that were computed."""
-        begun, self._newly_begun = self._newly_begun, []
-        return begun
-
-    def _check_prefix(self, sequence: Sequence, weights: int) -> None:
-        """Check that the values which a sequence begins with, from the prefix cache, belong to its own history."""
-        value, computed = weights, sequence.num_computed_tokens
-        for position in range(computed if sequence.images is None else 0):
-            value = toy_value(sequence.token_ids[position], value)
-            found = self._slots.get(self._slot(sequence.block_table, position))
-            assert found == value, (
-                f"request {sequence.request} begins with {computed} cached tokens, of which number {position} "
-                f"is {'of another history' if found is not None else 'not computed'}"
-            )
-
-    def _encode(self, tile: Tile, weights: int) -> None:
-        picture, number = tile
-        assert self._tile is not None, "an image for a model that takes none"
-        assert not tile.is_encoded, "a tile is encoded twice"
-        assert isinstance(picture.tiles, list), "a tile is encoded that is not decoded"
-        picture.features[number] = toy_features(picture.tiles[number], self._tile.num_tokens, weights)
-
-    def _embeddings(self, entry: ScheduledSequence) -> dict[int, int]:
-        """By position."""
-        found: dict[int, int] = {}
-        for tile, start, stop, offset in entry.tile_pieces:
-            features = tile.picture.features[tile.number]
-            assert isinstance(features, list), "a tile is computed that is not encoded"
-            found.update(enumerate(features[start:stop], entry.sequence.num_computed_tokens + offset))
-        return found
-
-    def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
-        size = self._block_size
-        held = [[self._slots[source * size + offset] for offset in range(count)] for source, _, count in copies]
-        salts = [[self._salts[source * size + offset] for offset in range(count)] for source, _, count in copies]
-        for (_, target, _), values, computed_under in zip(copies, held, salts, strict=True):
-            behind = [0] * (size - len(values))
-            self._slots.update(enumerate(values + behind, target * size))
-            self._salts.update(enumerate(computed_under, target * size))
-
-    def _slots_of(self, sequence: Sequence) -> list[int]:
-        """Of all its tokens."""
-        size = self._block_size
-        slots = [slot for block in sequence.block_table for slot in range(block * size, (block + 1) * size)]
-        assert len(slots) >= sequence.num_tokens, f"request {sequence.request} has too few blocks for its tokens"
-        return slots[: sequence.num_tokens]
-
-    def _slot(self, block_table: list[int], position: int) -> int:
-        return block_table[position // self._block_size] * self._block_size + position % self._block_size
 
 
 class PreparationFailed(Exception):

@@ -22,7 +22,7 @@ from trioengine.worker.process import limits_of
 from trioengine.worker.roof import measure_roof
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.runner.model_weights import ModelSpec, ModelWeights
-from trioengine.worker.runner.sampling import sample
+from trioengine.worker.runner.sampling import sample_all
 from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import SchedulerOutput, Sequence
 
@@ -99,14 +99,13 @@ class ProfiledSteps:
         self.num_steps += 1
         self.num_tokens += output.num_tokens
         model, cache, kernels = self._runner.model, self._runner.cache, self._spec.kernels
-        sequences = [entry.sequence for entry in output.scheduled if entry.samples]
         with torch.inference_mode():
             cache.copy_blocks(output.copies)
             batch = self._measure("batch", lambda: make_batch(output, self._spec.block_size, model.device))
             attention = self._measure("batch", lambda: kernels.attention(batch, cache))
             hidden = self._measure("layers", lambda: model.forward(batch, attention))
             logits = self._measure("logits", lambda: model.logits(hidden))
-            sampled = self._measure("sampling", lambda: sample(logits, sequences))
+            sampled = self._measure("sampling", lambda: sample_all(logits, output.scheduled))
         self._measure("scheduling", lambda: scheduler.update(output, sampled))
 
     def _measure(self, name: str, call: Callable[[], Result]) -> Result:

@@ -7,7 +7,8 @@ from trioengine.core.messages import AddMessage, AddSession, FromWorker, Request
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import token_ids
 from trioengine.testing.toy_grammar import toy_compile
-from trioengine.testing.toy_model import IM_END, VOCAB_SIZE, ToyRunner
+from trioengine.testing.toy_model import IM_END, VOCAB_SIZE
+from trioengine.testing.toy_runner import ToyRunner
 from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.grammars import GrammarCompiled, compile_for
 from trioengine.worker.scheduling.sequence import Limits, Sequence

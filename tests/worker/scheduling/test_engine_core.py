@@ -25,7 +25,8 @@ from trioengine.core.messages import (
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.toy_model import IM_END as EOS
-from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
+from trioengine.testing.toy_model import VOCAB_SIZE
+from trioengine.testing.toy_runner import ToyRunner
 from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.sequence import Limits, Sampled, SchedulerOutput
 

@@ -17,7 +17,8 @@ from trioengine.core.messages import AddMessage, AddSession, RequestFailed, Toke
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import FinishReason, Usage, token_ids
 from trioengine.testing.toy_grammar import toy_compile
-from trioengine.testing.toy_model import IM_END, VOCAB_SIZE, ToyRunner, toy_answer
+from trioengine.testing.toy_model import IM_END, VOCAB_SIZE, toy_answer
+from trioengine.testing.toy_runner import ToyRunner
 from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.grammars import compile_for
 from trioengine.worker.scheduling.sequence import MAX_FORCED, Limits, Sequence

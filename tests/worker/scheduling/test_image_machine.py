@@ -32,7 +32,8 @@ from trioengine.core.messages import (
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.simulated_process import SimulatedDecoder, SimulatedPayload
-from trioengine.testing.toy_model import TOY_TILE_EDGE, UNREADABLE, VOCAB_SIZE, ToyRunner, toy_answer, toy_decode
+from trioengine.testing.toy_model import TOY_TILE_EDGE, UNREADABLE, VOCAB_SIZE, toy_answer, toy_decode
+from trioengine.testing.toy_runner import ToyRunner
 from trioengine.worker.scheduling.engine_core import INVALID_IMAGE, EngineCore
 from trioengine.worker.scheduling.image_queue import DECODED_MEMORY, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, Picture, TileShape

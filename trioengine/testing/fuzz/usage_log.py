@@ -20,7 +20,7 @@ ROUNDING = 1e-6  # seconds
 COUNTERS = (  # of Statistics: they only grow
     *("received", "finished", "aborted", "failed", "rejected", "incarnation", "restarts"),
     *("prompt_tokens", "generation_tokens", "preemptions", "prefix_cache_queries", "prefix_cache_hits"),
-    *("encoder_cache_queries", "encoder_cache_hits"),
+    *("encoder_cache_queries", "encoder_cache_hits", "draft_tokens", "accepted_tokens"),
 )
 
 

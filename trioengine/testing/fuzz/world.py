@@ -73,7 +73,10 @@ class Variant(NamedTuple):
 VARIANTS = (
     Variant({}, {}),
     Variant({"max_num_seqs": 1, "max_sessions": 2, "max_restarts": 1}, {"max_num_batched_tokens": 8}),
-    Variant({"max_num_seqs": 4, "max_num_queued_reqs": 3}, {"kv_blocks_total": 24, "block_size": 4}),
+    Variant(
+        {"max_num_seqs": 4, "max_num_queued_reqs": 3, "num_speculative_tokens": 5},
+        {"kv_blocks_total": 24, "block_size": 4},
+    ),
 )
 MORE_VARIANTS = (  # of the machines whose callers use an engine directly
     *VARIANTS,
@@ -291,7 +294,7 @@ class World(Machine):
     def _close(self) -> None:
         for worker in self.simulation.workers:
             statistics = worker.core.statistics()
-            for state in ("num_preemptions", "prefix_cache_hits"):
+            for state in ("num_preemptions", "prefix_cache_hits", "accepted_tokens"):
                 if getattr(statistics, state):
                     self.coverage.saw(state.replace("_", " "))
         self.loop.close()

@@ -63,7 +63,12 @@ def make_batch(output: SchedulerOutput, block_size: int, device: torch.device) -
     slots = tables[sequences, positions // block_size] * block_size + positions % block_size
     last_rows = dict(zip(order, (ends - 1).tolist(), strict=True))
     starts = ends - query_lens
-    samples = [last_rows[i] for i, entry in enumerate(scheduled) if entry.samples]
+    samples = [
+        row
+        for i, entry in enumerate(scheduled)
+        if entry.samples
+        for row in range(last_rows[i] - len(entry.draft), last_rows[i] + 1)
+    ]
     return ForwardBatch(
         token_ids=_tensor(_new_token_ids(entries), device),
         positions=torch.from_numpy(positions).to(device),
@@ -86,8 +91,7 @@ def _layout_key(entry: ScheduledSequence) -> tuple[bool, int]:
 def _new_token_ids(entries: list[ScheduledSequence]) -> list[int]:
     ids: list[int] = []
     for entry in entries:
-        start = entry.sequence.num_computed_tokens
-        ids += entry.sequence.token_ids[start : start + entry.num_new_tokens]
+        ids += entry.new_token_ids
     return ids
 
 

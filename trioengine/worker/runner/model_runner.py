@@ -16,7 +16,7 @@ from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.models import Model, VisionModel
 from trioengine.worker.runner.model_weights import ModelSpec, ModelWeights, failure_of, give_back, share_one_arena
-from trioengine.worker.runner.sampling import sample
+from trioengine.worker.runner.sampling import sample_all
 from trioengine.worker.runner.scoring import with_scores
 from trioengine.worker.scheduling.images import DecodedImage, Tile, TileShape, Vision
 from trioengine.worker.scheduling.sequence import ModelInfo, OnProgress, Sampled, SchedulerOutput
@@ -82,7 +82,7 @@ class TorchModelRunner:
             hidden = model.forward(batch, self._spec.kernels.attention(batch, cache))
             num_samples = len(batch.sample_rows)
             logits = model.logits(hidden[:num_samples])
-            sampled = sample(logits, [entry.sequence for entry in output.scheduled if entry.samples])
+            sampled = sample_all(logits, output.scheduled)
             if batch.score_rows is None:
                 return sampled
             return with_scores(output, sampled, hidden[num_samples:], model.logits, self.info.vocab_size)

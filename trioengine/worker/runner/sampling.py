@@ -12,7 +12,8 @@ The number drawn for a token depends on the seed and the token's position alone:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import islice
 
 import numpy as np
 import torch
@@ -23,7 +24,8 @@ from trioengine.core.grammar import GrammarFailed
 from trioengine.core.messages import INVALID_GRAMMAR, NO_TOKEN_LEFT, SAMPLING_FAILED, RequestFailed
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import Logprobs
-from trioengine.worker.scheduling.sequence import Sampled, Sequence
+from trioengine.worker.scheduling.sequence import Sampled, ScheduledSequence, Sequence
+from trioengine.worker.scheduling.speculation import verified
 
 GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
 NOT_FINITE = "logits are not finite"
@@ -33,6 +35,15 @@ _BUCKET = 256  # tokens
 _CANDIDATES = 256  # the nucleus is looked for among that many first; all are sorted only where it is larger
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+
+
+def sample_all(logits: Tensor, scheduled: Iterable[ScheduledSequence]) -> list[Sampled]:
+    """The result of each entry that samples, from a row of logits [num_rows, vocab_size] for each of its places."""
+    entries = [entry for entry in scheduled if entry.samples]
+    if not any(entry.draft for entry in entries):
+        return sample(logits, [entry.sequence for entry in entries])
+    rows = iter(sample(logits, [behind for entry in entries for behind in entry.sampled_behind]))
+    return [verified(entry.draft, islice(rows, 1 + len(entry.draft))) for entry in entries]
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:

@@ -47,7 +47,8 @@ from trioengine.worker.scheduling.grammars import Compiler, GrammarCompiled, NoC
 from trioengine.worker.scheduling.image_queue import Decoder, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, place_images
 from trioengine.worker.scheduling.scheduler import Scheduler
-from trioengine.worker.scheduling.sequence import Limits, ModelRunner, Sequence, SequenceStatus
+from trioengine.worker.scheduling.sequence import Drafter, Limits, ModelRunner, Sequence, SequenceStatus
+from trioengine.worker.scheduling.speculation import PromptLookup
 
 Event: TypeAlias = ToWorker | PayloadArrived | PictureDecoded | GrammarCompiled
 INVALID_IMAGE = "invalid_image"  # the code of a request with an image that cannot be decoded
@@ -65,7 +66,8 @@ class EngineCore:
     """Sessions and their requests over one scheduler and one runner.
 
     `clock` gives seconds from any origin, for the times in Usage only. `asleep` are the parts that the runner has not
-    loaded. `decoder` and `compiler` report to `handle`.
+    loaded. `decoder` and `compiler` report to `handle`. `new_drafter` makes the drafter of a sequence that has
+    speculation.
     """
 
     def __init__(
@@ -76,11 +78,12 @@ class EngineCore:
         asleep: frozenset[Tag] = frozenset(),
         decoder: Decoder | None = None,
         compiler: Compiler | None = None,
+        new_drafter: Callable[[Sequence], Drafter] = lambda sequence: PromptLookup(),
     ) -> None:
         self.limits = limits
         self._runner = runner
         self._clock = clock
-        self._scheduler = Scheduler(limits, decoder)
+        self._scheduler = Scheduler(limits, decoder, new_drafter)
         self._compiler = NoCompiler() if compiler is None else compiler
         self._sessions: dict[int, _Session] = {}
         self._asleep = asleep

@@ -11,7 +11,8 @@ prompts are computed. A prompt is begun when the one before it is scheduled to i
 sequence can be in the middle of its prefill.
 
 A sampled token is followed at once by the tokens that its grammar forces, up to MAX_FORCED, which are not sampled. Such
-a sequence gets one token of a step, as every decode, and the others in the room that prompts have left.
+a sequence gets one token of a step, as every decode, and the others in the room that prompts have left. In that room a
+small step also verifies drafts of the next tokens (speculation.py): of these it keeps those that are sampled.
 
 Order, and why nothing starves: the waiting are sorted by arrival, always, the running by admission. Only the first of
 the waiting is admitted, and it gets blocks for all the tokens it has; only decodes need more blocks later, and when
@@ -37,38 +38,48 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Items
-from operator import attrgetter
+from operator import attrgetter, eq
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.messages import ImageInput, RequestFailed, TokensRow, WorkerStatistics
-from trioengine.core.types import token_ids
+from trioengine.core.types import FinishReason, token_ids
 from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.image_queue import Decoder, NoDecoder, PictureDecoded, Waiters
 from trioengine.worker.scheduling.images import PayloadArrived, PictureStatus
+from trioengine.worker.scheduling.integrity import check_known, check_order, check_prefills
 from trioengine.worker.scheduling.sequence import (
     MAX_FORCED,
     Constraint,
+    Drafter,
     Limits,
     Sampled,
     ScheduledSequence,
     SchedulerOutput,
     Sequence,
     SequenceStatus,
-    StepPlan,
 )
+from trioengine.worker.scheduling.speculation import PromptLookup
+from trioengine.worker.scheduling.step_plan import StepPlan
 
 MAX_SKIPS = 3  # steps in a row without decodes
-_IN_LINE = frozenset({SequenceStatus.WAITING, SequenceStatus.PREEMPTED})
-_OUT_OF_LINE = frozenset({SequenceStatus.PARKED, SequenceStatus.DECODING})
 
 
 class Scheduler:
-    """Owns the sequences in flight, their blocks and images; synchronous, and changed between two steps only."""
+    """Owns the sequences in flight, their blocks and images; synchronous, and changed between two steps only.
 
-    def __init__(self, limits: Limits, decoder: Decoder | None = None) -> None:
+    `new_drafter` makes the drafter of a sequence that has speculation.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        decoder: Decoder | None = None,
+        new_drafter: Callable[[Sequence], Drafter] = lambda sequence: PromptLookup(),
+    ) -> None:
         self.limits = limits
+        self._new_drafter = new_drafter
         self._waiters = Waiters(limits, NoDecoder() if decoder is None else decoder)
         self.pictures = self._waiters.pictures
         self.payloads = self._waiters.payloads
@@ -86,6 +97,8 @@ class Scheduler:
         self._num_preemptions = 0
         self._prompt_tokens = 0  # of the requests that got their first token
         self._generation_tokens = 0
+        self._draft_tokens = 0
+        self._accepted_tokens = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
 
@@ -111,6 +124,8 @@ class Scheduler:
         self._sequences[sequence.request] = sequence
         self._last_place += 1
         sequence.place = self._last_place
+        if sequence.params.num_speculative_tokens and sequence.params.grammar is None:  # whose tokens it forces
+            sequence.drafter = self._new_drafter(sequence)
         if sequence.images is None and not sequence.is_compiling:
             self._waiting.append(sequence)
         else:
@@ -166,6 +181,7 @@ class Scheduler:
             plan.prompt_tokens = min(plan.prompt_tokens, limits.max_num_batched_tokens - num_decodes)
             self._schedule_prompts(plan)
             plan.add_forced(num_decodes)
+            plan.add_drafts(num_decodes, limits)
         if not plan.scheduled:
             if self._running or self._waiting:
                 raise InvariantError(f"{len(self._sequences)} sequences, and none of them can be scheduled")
@@ -191,7 +207,7 @@ class Scheduler:
             computed = before + entry.num_new_tokens
             self._num_tokens += entry.num_new_tokens
             row: Sampled | None = None
-            is_last = computed == len(sequence.token_ids)
+            is_last = entry.samples
             num_scores = len(entry.scores) if sequence.params.prompt_logprobs is not None else 0
             if is_last or num_scores:
                 row = next(results, None)
@@ -201,13 +217,16 @@ class Scheduler:
             if isinstance(row, RequestFailed):
                 self._drop(sequence, discard=True)
                 continue
-            sequence.num_computed_tokens = computed
-            if before // block_size != computed // block_size:
-                self.blocks.register(sequence, before)
             if num_scores:
                 _take_scores(sequence, row, num_scores)
             if row is not None and is_last:
-                self._append(sequence, row)
+                _check_kept(row, entry.draft)
+                computed -= len(entry.draft) - self._append(sequence, row, entry.draft)
+            sequence.num_computed_tokens = computed
+            if before // block_size != computed // block_size:
+                self.blocks.register(sequence, before)
+            if row is not None and row.finish_reason is not None:
+                self._drop(sequence)
         if next(results, None) is not None:
             raise InvariantError("the runner sampled more tokens than were asked for")
         if len(self._sequences) > len(self._running) + len(self._waiting):  # some are out of the line for their images
@@ -239,16 +258,18 @@ class Scheduler:
             encoder_cache_hits=self.pictures.num_hits,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            draft_tokens=self._draft_tokens,
+            accepted_tokens=self._accepted_tokens,
         )
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless lists, states, block tables and reference counts agree."""
         out = self._waiters.sequences
         listed = [*self._running, *self._waiting, *out]
-        _check_known(listed, self._sequences)
+        check_known(listed, self._sequences)
         if self._in_step is None:
-            _check_prefills(self._running)
-        _check_order(self._running, self._waiting, out)
+            check_prefills(self._running)
+        check_order(self._running, self._waiting, out)
         self._waiters.check_integrity(listed)
         self.blocks.check_integrity(listed)
 
@@ -348,20 +369,24 @@ class Scheduler:
             if num_cached_tokens + num_new_tokens < sequence.num_tokens:
                 break
 
-    def _append(self, sequence: Sequence, row: TokensRow) -> None:
-        """Append the row's token, unless none was asked for, and to both the tokens that its grammar forces behind it.
+    def _append(self, sequence: Sequence, row: TokensRow, draft: tuple[int, ...]) -> int:
+        """Append the row's tokens, unless none was asked for, and to both the tokens that its grammar forces behind it.
 
-        Drop the sequence if it ends with one of them.
+        The first token with which the answer ends is the last one. Returns how many tokens of the draft were kept and
+        have been computed.
         """
         if sequence.reading:
             self.pictures.stop_reading(sequence)
-        if sequence.params.max_tokens == 0:
-            row.token_ids, row.logprobs = token_ids(), None
-        sequence.token_ids.extend(row.token_ids)
+        row.finish_reason = self._append_sampled(sequence, row)
         if sequence.num_output_tokens <= 1:
             self._prompt_tokens += sequence.num_prompt_tokens
+        num_kept = max(0, len(row.token_ids) - 1)
+        if draft and sequence.drafter is not None:
+            num_accepted = sum(map(eq, draft, row.token_ids))
+            sequence.drafter.learn(len(draft), num_accepted)
+            self._draft_tokens += len(draft)
+            self._accepted_tokens += num_accepted
         sequence.num_forced = 0
-        row.finish_reason = sequence.finish_reason(self.limits.max_sequence_len)
         while row.finish_reason is None and sequence.num_forced < MAX_FORCED:
             token_id = sequence.forced_token()
             if token_id is None or token_id >= self.limits.vocab_size:
@@ -371,8 +396,21 @@ class Scheduler:
             sequence.num_forced += 1
             row.finish_reason = sequence.finish_reason(self.limits.max_sequence_len)
         self._generation_tokens += len(row.token_ids)
-        if row.finish_reason is not None:
-            self._drop(sequence)
+        return num_kept
+
+    def _append_sampled(self, sequence: Sequence, row: TokensRow) -> FinishReason | None:
+        """Append the row's tokens, and cut the row behind the one with which the answer ends."""
+        if sequence.params.max_tokens == 0:
+            row.token_ids, row.logprobs = token_ids(), None
+            return FinishReason.LENGTH
+        for count, token_id in enumerate(row.token_ids, start=1):
+            sequence.token_ids.append(token_id)
+            finish_reason = sequence.finish_reason(self.limits.max_sequence_len)
+            if finish_reason is not None:
+                del row.token_ids[count:]
+                row.logprobs = row.logprobs and row.logprobs[:count]
+                return finish_reason
+        return None
 
     # ---- coming and going -------------------------------------------------------------------------------------------
 
@@ -407,33 +445,8 @@ def _take_scores(sequence: Sequence, row: TokensRow | None, num_scores: int) -> 
     sequence.num_scored += num_scores
 
 
-def _check_known(listed: Items[Sequence], known: Mapping[int, Sequence]) -> None:
-    """Raise InvariantError unless the listed sequences, running or waiting, are exactly the known ones."""
-    if len(listed) != len(known) or any(known.get(sequence.request) is not sequence for sequence in listed):
-        raise InvariantError(f"{len(listed)} sequences run or wait, {len(known)} are known")
-
-
-def _check_prefills(running: Items[Sequence]) -> None:
-    """Raise InvariantError if any but the latest is in the middle of its prefill."""
-    if not all(sequence.is_decoding for sequence in running[:-1]):
-        raise InvariantError("a sequence is in the middle of its prefill, and a later one runs")
-
-
-def _check_order(running: Items[Sequence], waiting: Items[Sequence], out: Items[Sequence]) -> None:
-    """Raise InvariantError unless waiting sequences hold nothing, and are in order of arrival while in line.
-
-    `out`: out of the line.
-    """
-    for sequence in running:
-        if sequence.status is not SequenceStatus.RUNNING:
-            raise InvariantError(f"request {sequence.request} runs and is {sequence.status.value}")
-    places = [sequence.place for sequence in waiting]
-    if places != sorted(places):
-        raise InvariantError(f"sequences wait in the order {places} of their arrival")
-    for sequences, statuses in ((waiting, _IN_LINE), (out, _OUT_OF_LINE)):
-        for sequence in sequences:
-            if sequence.status not in statuses or sequence.block_table or sequence.num_computed_tokens:
-                raise InvariantError(
-                    f"request {sequence.request} waits, is {sequence.status.value}, holds {len(sequence.block_table)} "
-                    f"blocks and has {sequence.num_computed_tokens} tokens computed"
-                )
+def _check_kept(row: TokensRow, draft: tuple[int, ...]) -> None:
+    """Raise InvariantError if tokens before the last one of a row are not those that were drafted."""
+    kept = tuple(row.token_ids[:-1])
+    if kept != draft[: len(kept)]:
+        raise InvariantError(f"the runner kept {kept} for request {row.request}, and {draft} were drafted")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypeAlias
 
 from trioengine.core.errors import RequestRejected
@@ -22,7 +22,6 @@ from trioengine.worker.scheduling.images import Picture, PromptImages, Tile, Til
 OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
 DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
 MAX_FORCED = 15  # tokens in a row that are not sampled, because a grammar allows no others
-MAX_SCORES = 1024  # tokens of prompts that get their logprobs in one step: some 300 KiB of a frame
 
 
 class Constraint(Protocol):
@@ -43,6 +42,18 @@ class Constraint(Protocol):
 
     def forced(self) -> int | None:
         """The next token if only one may come; None too if the grammar fails."""
+        ...
+
+
+class Drafter(Protocol):
+    """Drafts the next tokens of one sequence."""
+
+    def draft(self, token_ids: Items[int], most: int) -> tuple[int, ...]:
+        """Return up to `most` tokens that may follow the sequence's tokens, which only grow between calls."""
+        ...
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        """Take in how many tokens of a draft were kept."""
         ...
 
 
@@ -81,6 +92,7 @@ class Sequence:
     place: int = 0  # in the order of arrival
     constraint: Constraint | None = None  # once its grammar is compiled
     num_forced: int = 0  # of its latest tokens: appended behind the latest sampled one, because no others could come
+    drafter: Drafter | None = None  # None: no speculation
 
     @property
     def is_compiling(self) -> bool:
@@ -141,6 +153,11 @@ class Sequence:
         if params.max_tokens is not None and self.num_output_tokens >= params.max_tokens:
             return FinishReason.LENGTH
         return FinishReason.LENGTH if self.num_tokens >= max_sequence_len else None
+
+    def num_tokens_left(self, max_sequence_len: int) -> int:
+        """How many tokens can follow, at most."""
+        left = max_sequence_len - self.num_tokens
+        return left if self.params.max_tokens is None else min(left, self.params.max_tokens - self.num_output_tokens)
 
     def forced_token(self) -> int | None:
         """The next token if it can be appended without sampling: the only one that its grammar and parameters allow.
@@ -233,15 +250,35 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """Compute `num_new_tokens` tokens of the sequence, from `num_computed_tokens` on; read only for the runner."""
+    """Compute `num_new_tokens` tokens of the sequence, from `num_computed_tokens` on; read only for the runner.
+
+    With a draft they reach to the sequence's last token, and those of the draft are the last of them.
+    """
 
     sequence: Sequence
     num_new_tokens: int
+    draft: tuple[int, ...] = ()
 
     @property
     def samples(self) -> bool:
-        """Whether the last of these tokens is the sequence's last, so that a new one is to be sampled."""
-        return self.sequence.num_computed_tokens + self.num_new_tokens == self.sequence.num_tokens
+        """Whether the sequence's last token is among these, so that a new one is to be sampled."""
+        return self.sequence.num_computed_tokens + self.num_new_tokens >= self.sequence.num_tokens
+
+    @property
+    def sampled_behind(self) -> list[Sequence]:
+        """The sequence, and as it would be with the first, the first two… tokens of the draft: a token is sampled of
+        each. Read only."""
+        sequence = self.sequence
+        if not self.samples:
+            return []
+        drafted = (self.draft[:end] for end in range(1, len(self.draft) + 1))
+        return [sequence, *(replace(sequence, token_ids=[*sequence.token_ids, *some]) for some in drafted)]
+
+    @property
+    def new_token_ids(self) -> list[int]:
+        """The ids of these tokens."""
+        sequence, start = self.sequence, self.sequence.num_computed_tokens
+        return [*sequence.token_ids[start : start + self.num_new_tokens], *self.draft]
 
     @property
     def scores(self) -> range:
@@ -285,56 +322,6 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int:
         return sum(entry.num_new_tokens for entry in self.scheduled)
-
-
-class StepPlan:
-    """A step being planned; it has room for `prompt_tokens`, `tiles` and logprobs of `scores` tokens more."""
-
-    def __init__(self, prompt_tokens: int, tiles: int) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.tiles = tiles
-        self.scores = MAX_SCORES
-        self.scheduled: list[ScheduledSequence] = []
-        self.encode: dict[Tile, None] = {}  # an ordered set
-
-    def fit(self, sequence: Sequence, start: int) -> int:
-        """How many tokens of the prompt from `start` on: up to the first tile or logprobs beyond the step's room."""
-        num_new_tokens = min(sequence.num_tokens - start, self.prompt_tokens)
-        scores = sequence.scores(start, start + num_new_tokens)
-        if len(scores) > self.scores:
-            num_new_tokens = scores.start + self.scores - 1 - start
-        if sequence.images is None:
-            return num_new_tokens
-        tiles = self.tiles
-        for tile, _, _, offset in sequence.images.pieces(start, start + num_new_tokens):
-            if not tile.is_encoded and tile not in self.encode:
-                if tiles == 0:
-                    return offset
-                tiles -= 1
-        return num_new_tokens
-
-    def add_forced(self, num_decodes: int) -> None:
-        """Let the first entries, the decodes, compute their forced tokens too, in the room that prompts have left.
-
-        With more than one token a decode counts as a chunk of a prompt.
-        """
-        for index, entry in enumerate(self.scheduled[:num_decodes]):
-            sequence = entry.sequence
-            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, self.prompt_tokens)
-            if num_tokens > 1:
-                self.scheduled[index] = ScheduledSequence(sequence, num_tokens)
-                self.prompt_tokens -= num_tokens
-
-    def add_prompt(self, sequence: Sequence, num_new_tokens: int) -> None:
-        """Schedule as many tokens as `fit` has returned."""
-        entry = ScheduledSequence(sequence, num_new_tokens)
-        self.scheduled.append(entry)
-        self.prompt_tokens -= num_new_tokens
-        self.scores -= len(entry.scores)
-        for tile, _, _, _ in entry.tile_pieces:
-            if not tile.is_encoded and tile not in self.encode:
-                self.encode[tile] = None
-                self.tiles -= 1
 
 
 # A row with a token, with logprobs of the prompt, or both, still without finish reason and usage; or an error.
