@@ -27,10 +27,10 @@ from trioengine.testing.toy_model import (
     UNREADABLE,
     VOCAB_SIZE,
     ToyImage,
-    ToyRunner,
     toy_answer,
     toy_decode,
 )
+from trioengine.testing.toy_runner import ToyRunner
 from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.image_queue import PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived

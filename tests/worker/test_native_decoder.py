@@ -15,6 +15,7 @@ from trioengine.core.errors import InvariantError
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.decoder import LayerByLayer
+from trioengine.worker.kernels.native_attention import SEGMENT_SIZE
 from trioengine.worker.kernels.native_decoder import NativeDecoder
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.torch_kernels import TorchAttention
@@ -68,6 +69,40 @@ def test_as_layer_by_layer(tiny_llama, tmp_path, load_both, variant, dtype, quan
             assert same(found, expected)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_threads_share_long_contexts(tiny_llama, tmp_path, load_both, dtype):
+    """The bits are those of one thread that reads the segments in turn."""
+    shape = {"hidden_size": 96, "intermediate_size": 224, "max_position_embeddings": 2048, "num_hidden_layers": 2}
+    path = tiny_llama.write(tmp_path / "plain", "plain", **shape)
+    at_once, layer_by_layer = load_both(path, dtype, "none")
+    rng = random.Random(0)
+    sizes = (3 * SEGMENT_SIZE + 7, SEGMENT_SIZE - 3, SEGMENT_SIZE, 2 * SEGMENT_SIZE - 1, 5)
+    prompts = [[rng.randrange(3, 200) for _ in range(size)] for size in sizes]
+    lengths = [6, 8, 2, 4, 9]
+    expected, _ = answers(layer_by_layer, prompts, lengths)
+    threads = torch.get_num_threads()
+    try:
+        for count, chunk in ((1, 512), (2, 301), (3, 64)):
+            torch.set_num_threads(count)
+            limits = {"chunked_prefill_size": chunk, "max_num_batched_tokens": chunk + 128}
+            for number, prompt in enumerate(prompts):
+                alone = [prompt if each == number else None for each in range(len(prompts))]
+                assert same(answers(at_once, alone, lengths, **limits)[0][number : number + 1], expected[number:][:1])
+            assert same(answers(at_once, prompts, lengths, **limits)[0], expected)
+            assert "sums" in at_once.model._decoder._products.scratch._tensors
+            at_once.model._decoder._products.scratch.release()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_long_context_is_as_torch_has_it(tiny_llama, tmp_path):
+    shape = {"hidden_size": 96, "intermediate_size": 224, "max_position_embeddings": 2048}
+    path = tiny_llama.write(tmp_path / "plain", "plain", **shape)
+    tokens = [(7 * i * i + i) % 200 for i in range(3 * SEGMENT_SIZE + 100)]
+    native, reference = (logits_of(load(path, "float32", kernels=kernels), tokens) for kernels in ("native", "torch"))
+    assert torch.allclose(native, reference, atol=2e-4, rtol=1e-3)
 
 
 def test_smollm2_as_layer_by_layer(smollm2, load_both):

@@ -1,5 +1,6 @@
 // Attention over the paged KV cache, for one model: HEAD_DIM, GROUP_SIZE (query heads that share keys and values),
-// TILE_SIZE (tokens of queries at a time), BLOCK_SIZE (tokens in a KV block).
+// TILE_SIZE (tokens of queries at a time), BLOCK_SIZE (tokens in a KV block), SEGMENT_SIZE (tokens of a context whose
+// sums are computed by themselves).
 
 #pragma once
 
@@ -59,8 +60,43 @@ struct Context {
     const Element *values(int64_t position) const { return keys(position) + kv_heads * BLOCK_SIZE * HEAD_DIM; }
 };
 
+// Of a tile's queries over some tokens, by weights exp(score - largest score): the sums of weighted values, and of weights.
+struct SegmentSums {
+    Floats results[QUERIES][PARTS];
+    float largest[QUERIES], totals[QUERIES];
+
+    void clear(int rows) {
+        for (int r = 0; r < rows; r++) {
+            for (int p = 0; p < PARTS; p++) results[r][p] = Floats{};
+            largest[r] = -INFINITY;
+            totals[r] = 0;
+        }
+    }
+
+    // Adds the sums over the tokens behind these.
+    void merge(const SegmentSums &next, int rows) {
+        for (int r = 0; r < rows; r++) {
+            if (next.totals[r] == 0) continue;  // the query is before these tokens
+            const float top = std::max(largest[r], next.largest[r]), base = top == -INFINITY ? 0 : top;
+            const float ours = exponential(all(largest[r] - base))[0];
+            const float theirs = exponential(all(next.largest[r] - base))[0];
+            for (int p = 0; p < PARTS; p++) results[r][p] = results[r][p] * ours + next.results[r][p] * theirs;
+            totals[r] = totals[r] * ours + next.totals[r] * theirs;
+            largest[r] = top;
+        }
+    }
+
+    void write(const Tile &tile, Element *out, int64_t stride) const {
+        for (int r = 0; r < tile.tokens * GROUP_SIZE; r++) {
+            Element *to = out + r / GROUP_SIZE * stride + r % GROUP_SIZE * HEAD_DIM;
+            for (int p = 0; p < PARTS; p++) store_lanes(to + p * LANES, results[r][p] / totals[r], part_size(p));
+        }
+    }
+};
+
 // Attention of a tile's queries, which for each token are a group of heads, by an online softmax (arXiv 1805.02867,
-// 2205.14135): the sums are scaled down whenever a larger score is met.
+// 2205.14135): the sums are scaled down whenever a larger score is met. Each segment of the context has sums of its own,
+// and they are merged in their order, so that threads can share a long context and the bits do not depend on it.
 class TileAttention {
   public:
     TileAttention(const Tile &tile, const Element *queries, int64_t stride, float scale)
@@ -70,33 +106,23 @@ class TileAttention {
             for (int p = 0; p < PARTS; p++) {
                 const Floats part = r < rows_ ? load(query + p * LANES, part_size(p)) : Floats{};
                 ((Floats *)queries_[r])[p] = part * scale;
-                results_[r][p] = Floats{};
             }
-            largest_[r] = -INFINITY;
-            totals_[r] = 0;
         }
     }
 
-    void attend(const Context &context) {
-        const int64_t end = seen_by(rows_ - 1);
-        for (int64_t start = 0; start < end; start += KEYS) {
+    void attend(const Context &context, int64_t segment, SegmentSums &sums) {
+        sums.clear(padded());
+        const int64_t end = std::min(seen_by(rows_ - 1), (segment + 1) * SEGMENT_SIZE);
+        for (int64_t start = segment * SEGMENT_SIZE; start < end; start += KEYS) {
             const int here = int(std::min<int64_t>(KEYS, end - start));
             read(context, start, here);
             for (int r = 0; r < padded(); r += STRIP) {
                 const int count = seen_here(r + STRIP - 1, start, here);
                 if (count == 0) continue;
                 score(r, count);
-                for (int i = r; i < r + STRIP; i++) weigh(i, seen_here(i, start, here), count);
-                add_values(r, count);
+                for (int i = r; i < r + STRIP; i++) weigh(i, seen_here(i, start, here), count, sums);
+                add_values(r, count, sums);
             }
-        }
-    }
-
-    void write(Element *out, int64_t stride) const {
-        for (int r = 0; r < rows_; r++) {
-            Element *to = out + r / GROUP_SIZE * stride + r % GROUP_SIZE * HEAD_DIM;
-            for (int p = 0; p < PARTS; p++)
-                store_lanes(to + p * LANES, results_[r][p] / totals_[r], part_size(p));
         }
     }
 
@@ -145,11 +171,11 @@ class TileAttention {
     }
 
     // Scores of the first `seen` keys become weights, those behind are nothing.
-    void weigh(int r, int seen, int count) {
+    void weigh(int r, int seen, int count, SegmentSums &sums) {
         Ints lane;
         for (int i = 0; i < LANES; i++) lane[i] = i;
         const int groups = (count + LANES - 1) / LANES;
-        Floats top = all(largest_[r]);
+        Floats top = all(sums.largest[r]);
         for (int g = 0; g < groups; g++)
             top = larger(top, lane + g * LANES < seen ? scores_[r][g] : all(-INFINITY));
         const float now = largest(top), base = now == -INFINITY ? 0 : now;
@@ -158,38 +184,36 @@ class TileAttention {
             scores_[r][g] = lane + g * LANES < seen ? exponential(scores_[r][g] - base) : Floats{};
             total += scores_[r][g];
         }
-        if (now > largest_[r]) {
-            const float shrunk = exponential(all(largest_[r] - now))[0];
-            totals_[r] *= shrunk;
-            for (int p = 0; p < PARTS; p++) results_[r][p] *= shrunk;
-            largest_[r] = now;
+        if (now > sums.largest[r]) {
+            const float shrunk = exponential(all(sums.largest[r] - now))[0];
+            sums.totals[r] *= shrunk;
+            for (int p = 0; p < PARTS; p++) sums.results[r][p] *= shrunk;
+            sums.largest[r] = now;
         }
-        totals_[r] += sum(total);
+        sums.totals[r] += sum(total);
     }
 
-    void add_values(int r, int count) {
+    void add_values(int r, int count, SegmentSums &to) {
         const float *weights = (const float *)scores_[r];
         for (int first = 0; first < PARTS; first += WIDE) {
             Floats sums[STRIP][WIDE];
             for (int i = 0; i < STRIP; i++)
-                for (int p = 0; p < WIDE; p++) sums[i][p] = results_[r + i][first + p];
+                for (int p = 0; p < WIDE; p++) sums[i][p] = to.results[r + i][first + p];
             for (int k = 0; k < count; k++)
 #pragma GCC unroll 4
                 for (int i = 0; i < STRIP; i++)
                     for (int p = 0; p < WIDE; p++) sums[i][p] += weights[i * KEYS + k] * values_[k][first + p];
             for (int i = 0; i < STRIP; i++)
-                for (int p = 0; p < WIDE; p++) results_[r + i][first + p] = sums[i][p];
+                for (int p = 0; p < WIDE; p++) to.results[r + i][first + p] = sums[i][p];
         }
     }
 
     const int rows_;
     const int64_t first_;  // position of the first token
     alignas(64) float queries_[QUERIES][PARTS * LANES];
-    Floats results_[QUERIES][PARTS];
     Floats scores_[QUERIES][GROUPS];
     Floats keys_[GROUPS][PARTS * LANES];
     Floats values_[KEYS][PARTS];
-    float largest_[QUERIES], totals_[QUERIES];
 };
 
 // The keys and values behind a token's queries, to its slot.
@@ -200,14 +224,65 @@ inline void store_token(const Element *heads, int64_t kv_heads, int64_t slot, El
         std::memcpy(to + h * BLOCK_SIZE * HEAD_DIM, from + h * HEAD_DIM, HEAD_DIM * sizeof(Element));
 }
 
-// One head of keys and values for a tile's queries. heads and out are those of the batch, tables [sequences, width].
-inline void attend_tile(const Tile &tile, int64_t head, int64_t kv_heads, const Element *heads, const Element *cache,
-                        const int64_t *tables, int64_t width, float scale, Element *out) {
-    const int64_t stride = (GROUP_SIZE + 2) * kv_heads * HEAD_DIM, out_stride = GROUP_SIZE * kv_heads * HEAD_DIM;
-    const int64_t column = head * GROUP_SIZE * HEAD_DIM;
-    TileAttention attention(tile, heads + tile.row * stride + column, stride, scale);
-    attention.attend({cache + head * BLOCK_SIZE * HEAD_DIM, kv_heads, tables + tile.sequence * width});
-    attention.write(out + tile.row * out_stride + column, out_stride);
+// All tiles of a step in one layer. heads and out are those of the batch, tables [sequences, width].
+struct Tiles {
+    const Tile *tiles;
+    int64_t count, kv_heads;
+    const Element *heads, *cache;
+    const int64_t *tables;
+    int64_t width;
+    float scale;
+    Element *out;
+
+    static int64_t segments(const Tile &tile) { return (tile.context + SEGMENT_SIZE - 1) / SEGMENT_SIZE; }
+
+    // Of one head of keys and values.
+    void attend(const Tile &tile, int64_t head, int64_t first, int64_t last, SegmentSums *sums) const {
+        const int64_t stride = (GROUP_SIZE + 2) * kv_heads * HEAD_DIM;
+        TileAttention attention(tile, heads + tile.row * stride + head * GROUP_SIZE * HEAD_DIM, stride, scale);
+        const Context context{cache + head * BLOCK_SIZE * HEAD_DIM, kv_heads, tables + tile.sequence * width};
+        SegmentSums next;
+        for (int64_t segment = first; segment < last; segment++) {
+            attention.attend(context, segment, segment == first ? *sums : next);
+            if (segment > first) sums->merge(next, rows(tile));
+        }
+    }
+
+    void write(const Tile &tile, int64_t head, const SegmentSums &sums) const {
+        const int64_t stride = GROUP_SIZE * kv_heads * HEAD_DIM;
+        sums.write(tile, out + tile.row * stride + head * GROUP_SIZE * HEAD_DIM, stride);
+    }
+
+    static int rows(const Tile &tile) { return int(tile.tokens) * GROUP_SIZE; }
+};
+
+// Called by all threads of a region, which share the tiles and heads.
+inline void attend_tiles(const Tiles &t) {
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < t.count * t.kv_heads; i++) {
+        const Tile &tile = t.tiles[i / t.kv_heads];
+        SegmentSums sums;
+        t.attend(tile, i % t.kv_heads, 0, t.segments(tile), &sums);
+        t.write(tile, i % t.kv_heads, sums);
+    }
+}
+
+// As attend_tiles, but they share the segments too, of which a tile has at most `segments`;
+// `sums`: [count, kv_heads, segments].
+inline void attend_segments(const Tiles &t, int64_t segments, SegmentSums *sums) {
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < t.count * t.kv_heads * segments; i++) {
+        const int64_t unit = i / segments, segment = i % segments;
+        const Tile &tile = t.tiles[unit / t.kv_heads];
+        if (segment < t.segments(tile)) t.attend(tile, unit % t.kv_heads, segment, segment + 1, sums + i);
+    }
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < t.count * t.kv_heads; i++) {
+        const Tile &tile = t.tiles[i / t.kv_heads];
+        SegmentSums *own = sums + i * segments;
+        for (int64_t segment = 1; segment < t.segments(tile); segment++) own->merge(own[segment], t.rows(tile));
+        t.write(tile, i % t.kv_heads, *own);
+    }
 }
 
 }  // namespace

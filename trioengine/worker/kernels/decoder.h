@@ -50,6 +50,8 @@ struct Scratch {
     float *hidden, *selected;  // [tokens, size]; of the output rows, as the last layer leaves them
     Element *wide;             // queries, keys and values; gates and what they are multiplied with
     Element *narrow;           // the results that are prepared for the next product
+    SegmentSums *sums;                // [num_tiles, kv_heads, segments]; null: each tile's context is read by one thread
+    int64_t segments;          // of a tile, at most
     int64_t *times;            // the nanoseconds of each operation in all layers, added up; null: not measured
 };
 
@@ -100,10 +102,12 @@ void attend(const Decoder &d, const Step &s, Element *cache, const Scratch &scra
             rotate_head(heads + h * HEAD_DIM, HEAD_DIM, d.rotary + s.positions[t] * 2 * HEAD_DIM);
         store_token(heads, d.kv_heads, s.slots[t], cache);
     }
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < s.num_tiles * d.kv_heads; i++)
-        attend_tile(s.tiles[i / d.kv_heads], i % d.kv_heads, d.kv_heads, scratch.wide, cache, s.tables, s.width, d.scale,
-                    scratch.narrow);
+    const Tiles tiles{s.tiles, s.num_tiles, d.kv_heads,    scratch.wide, cache, s.tables,
+                      s.width, d.scale,     scratch.narrow};
+    if (scratch.sums == nullptr)
+        attend_tiles(tiles);
+    else
+        attend_segments(tiles, scratch.segments, scratch.sums);
 }
 
 // The last layer goes on with the output rows alone: the others are needed for their keys and values only.

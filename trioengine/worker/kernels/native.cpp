@@ -1,5 +1,5 @@
-// The CPU's kernels, compiled for one model: ELEMENT (float or bfloat16), HEAD_DIM, GROUP_SIZE, TILE_SIZE and BLOCK_SIZE
-// (attention.h).
+// The CPU's kernels, compiled for one model: ELEMENT (float or bfloat16), HEAD_DIM, GROUP_SIZE, TILE_SIZE, BLOCK_SIZE and
+// SEGMENT_SIZE (attention.h).
 //
 // All is computed in float32, a register of numbers at a time (lanes.h), in GCC's vector extension, and products by the
 // best instructions (dot.h). Not compiled with -ffast-math: what is not finite must be seen, in its sequence and in no
@@ -21,10 +21,12 @@ void store(const Element *heads, int64_t tokens, int64_t kv_heads, const int64_t
 // tables [sequences, width]; out [tokens, group_size * kv_heads, head_dim].
 void attend(const Element *heads, int64_t kv_heads, const Element *cache, const int64_t *tables, int64_t width,
             const Tile *tiles, int64_t num_tiles, float scale, Element *out) {
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t i = 0; i < num_tiles * kv_heads; i++)
-        attend_tile(tiles[i / kv_heads], i % kv_heads, kv_heads, heads, cache, tables, width, scale, out);
+#pragma omp parallel
+    attend_tiles({tiles, num_tiles, kv_heads, heads, cache, tables, width, scale, out});
 }
+
+// Bytes of the sums of a tile over a segment.
+int64_t sums_size() { return sizeof(SegmentSums); }
 
 void add_norm(float *hidden, const Element *delta, const float *weight, float epsilon, int64_t rows, int64_t size,
               Element *out) {

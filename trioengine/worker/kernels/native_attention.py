@@ -13,6 +13,8 @@ from trioengine.core.errors import InvariantError
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.kv_cache import KVCache
 
+SEGMENT_SIZE = 512  # tokens of a context whose sums are computed by themselves: part of what the bits depend on
+
 
 class Library(Protocol):
     """The library that has the kernels, and its shape."""
@@ -31,6 +33,7 @@ class NativeAttention:
         self.slots = batch.slot_mapping
         self.tables = torch.from_numpy(batch.block_tables)
         self.tiles = _tiles(batch, library.tile_size)
+        self.num_segments = -(-int(batch.context_lens.max()) // SEGMENT_SIZE)  # of a sequence, at most
 
     def forward(self, layer: int, heads: Tensor) -> Tensor:
         library, kv_heads = self._library, self.cache.num_kv_heads

@@ -16,6 +16,7 @@ from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.native_attention import NativeAttention, address
 from trioengine.worker.kernels.products import InputsAddress, NativeLinear, Profile, WeightAddress
 
+_UNITS_A_THREAD = 8  # tiles and heads; with fewer, threads share the segments of contexts, lest one waits for another
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 OPERATIONS = ("norms", "qkv", "attention", "output", "gate_up", "activation", "down")  # as decoder.h's
 FUNCTIONS: Mapping[str, tuple[type, ...]] = {"decode": (_ADDRESS, _ADDRESS, _ADDRESS)}
@@ -71,6 +72,8 @@ class _Scratch(ctypes.Structure):
         ("selected", _ADDRESS),
         ("wide", _ADDRESS),
         ("narrow", _ADDRESS),
+        ("sums", _ADDRESS),
+        ("segments", _COUNT),
         ("times", _ADDRESS),
     )
 
@@ -128,7 +131,7 @@ class NativeDecoder:
         )
         profile = self._products.profile
         times = None if profile is None else (_COUNT * len(OPERATIONS))()
-        scratch = self._reserve(tokens, None if times is None else ctypes.addressof(times))
+        scratch = self._reserve(tokens, attention, None if times is None else ctypes.addressof(times))
         self._products.native.decode(ctypes.byref(self._decoder), ctypes.byref(step), ctypes.byref(scratch))
         if profile is not None and times is not None:
             self._add_times(profile, times, tokens, len(rows))
@@ -145,15 +148,21 @@ class NativeDecoder:
         for name, count in seconds.items():
             profile.add(name, count)
 
-    def _reserve(self, tokens: int, times: int | None) -> _Scratch:
+    def _reserve(self, tokens: int, attention: NativeAttention, times: int | None) -> _Scratch:
         """Room for a step with so many tokens, and the address of its times."""
         scratch, dtype = self._products.scratch, self._products.dtype
+        units, segments = len(attention.tiles) * self._decoder.kv_heads, attention.num_segments
+        sums = None
+        if segments > 1 and units < _UNITS_A_THREAD * torch.get_num_threads():
+            sums = scratch.reserve("sums", units * segments * self._products.native.sums_size(), torch.uint8)
         return _Scratch(
             scratch.reserve_inputs(tokens, self._narrow),
             scratch.reserve("hidden", tokens * self._size, torch.float32),
             scratch.reserve("selected", tokens * self._size, torch.float32),
             scratch.reserve("wide", tokens * self._wide, dtype),
             scratch.reserve("narrow", tokens * self._narrow, dtype),
+            sums,
+            segments,
             times,
         )
 

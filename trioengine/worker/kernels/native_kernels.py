@@ -14,7 +14,7 @@ from trioengine.worker.kernels import Attention, Decoder, DecoderWeights, RMSNor
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.compiler import load_library
 from trioengine.worker.kernels.kv_cache import KVCache
-from trioengine.worker.kernels.native_attention import NativeAttention, address
+from trioengine.worker.kernels.native_attention import SEGMENT_SIZE, NativeAttention, address
 from trioengine.worker.kernels.native_decoder import NativeDecoder
 from trioengine.worker.kernels.products import Products
 
@@ -63,6 +63,7 @@ class NativeKernels:
             "GROUP_SIZE": self.group_size,
             "TILE_SIZE": self.tile_size,
             "BLOCK_SIZE": block_size,
+            "SEGMENT_SIZE": SEGMENT_SIZE,
         }
         if at_most is not None:
             macros["AT_MOST"] = at_most
@@ -70,6 +71,7 @@ class NativeKernels:
         for name, types in _FUNCTIONS.items():
             function = getattr(self.native, name)
             function.argtypes, function.restype = types, None
+        self.native.sums_size.argtypes, self.native.sums_size.restype = (), _COUNT
         self.products = Products(self.native, dtype)
 
     def add_norm(self, hidden: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:

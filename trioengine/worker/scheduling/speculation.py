@@ -41,11 +41,11 @@ class PromptLookup:
         for place in range(self._num_indexed, size):
             self._behind[tuple(token_ids[place - NGRAM : place])] = place
         self._num_indexed = max(NGRAM, size)
-        place = self._behind.get(tuple(token_ids[-NGRAM:]))
-        if place is None:
+        start = self._behind.get(tuple(token_ids[-NGRAM:]))
+        if start is None:
             return ()
         draft: list[int] = []
-        for source in range(place, place + min(self._length, most)):
+        for source in range(start, start + min(self._length, most)):
             # a draft that reaches the end of the sequence goes on with its own beginning
             draft.append(token_ids[source] if source < size else draft[source - size])
         return tuple(draft)
