@@ -9,7 +9,6 @@ import os
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 import pytest
 import torch
@@ -38,7 +37,6 @@ BLOCK_SIZE = 8
 CONTEXT = 128  # tokens
 REQUESTS = 32  # of a model, of which its programs choose
 THREADS = (1, 2, 3)
-REPEATED = ((), (5, 9, 11) * 6)  # at the end of a prompt: a reason to draft
 PARAMS = (
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 1.0, "logprobs": 3},
@@ -93,7 +91,7 @@ class Model:
     """A model with its requests, and the answers that they get alone."""
 
     def __init__(self, runner):
-        self.runner, self.alone = runner, cache(self._alone)
+        self.runner = runner
         rng, vocab_size = random.Random(0), runner.info.vocab_size
         prefixes = [[rng.randrange(3, vocab_size) for _ in range(40)] for _ in range(3)]
         self.requests = []
@@ -102,8 +100,8 @@ class Model:
             prompt = (*prefix, *(rng.randrange(3, vocab_size) for _ in range(rng.choice((1, 2, 7, 30)))))
             params = PARAMS[number % len(PARAMS)]
             more = {"seed": number, "max_tokens": rng.choice((1, 6, 30, 45)), "ignore_eos": True}
-            prompt += REPEATED[number // len(PARAMS) % 2]
             self.requests.append(Asked(prompt, ResolvedParams(**params, **more)))
+        self.alone = [self._alone(number) for number in range(REQUESTS)]
 
     def limits(self, **changes):
         info = self.runner.info
@@ -115,6 +113,20 @@ class Model:
         life.add(number)
         life.run()
         return life.answers[0]
+
+
+class Drafter:
+    """Knows the answer of a sequence; each third token of its drafts is wrong."""
+
+    def __init__(self, answer, num_prompt_tokens):
+        self.answer, self.num_prompt_tokens = answer, num_prompt_tokens
+
+    def draft(self, token_ids, most):
+        places = range(len(token_ids) - self.num_prompt_tokens, len(self.answer.tokens))[:most]
+        return tuple(self.answer.tokens[place] ^ (place % 3 == 0) for place in places)
+
+    def learn(self, num_drafted, num_accepted):
+        """Nothing is left to be learnt."""
 
 
 class Life:
@@ -132,7 +144,10 @@ class Life:
         """A new worker, whose KV cache has never been written."""
         for layer in self.model.runner.cache.layers:
             layer.fill_(torch.nan)
-        self.core = EngineCore(self.model.runner, self.limits, lambda: 0.0)
+        self.core = EngineCore(self.model.runner, self.limits, lambda: 0.0, new_drafter=self.drafter)
+
+    def drafter(self, sequence):
+        return Drafter(self.model.alone[self.numbers[sequence.request]], sequence.num_prompt_tokens)
 
     def add(self, number):
         self.numbers.append(number)
@@ -196,7 +211,7 @@ class Life:
 
     def check(self):
         for request, (number, answer) in enumerate(zip(self.numbers, self.answers, strict=True)):
-            expected = self.model.alone(number)
+            expected = self.model.alone[number]
             if request in self.stopped:
                 assert answer.tokens == expected.tokens[: len(answer.tokens)]
                 assert answer.logprobs == expected.logprobs[: len(answer.logprobs)]

@@ -12,8 +12,8 @@ from trioengine.core.grammar import GrammarFailed
 from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.runner import sampling
-from trioengine.worker.runner.sampling import _first_above, best_tokens, process_row, uniform
-from trioengine.worker.scheduling.sequence import Sequence
+from trioengine.worker.runner.sampling import _first_above, best_tokens, process_row, sample_all, uniform
+from trioengine.worker.scheduling.sequence import ScheduledSequence, Sequence
 
 VOCAB = 300  # more than a bucket, and no multiple of one
 EOS = 7
@@ -75,6 +75,25 @@ def test_best_token_is_the_first_maximum(dtype, vocab_size):
     best, ids = best_tokens(rows)
     assert torch.equal(best, rows.amax(-1))
     assert ids.tolist() == [row.tolist().index(max(row.tolist())) for row in rows]
+
+
+def test_drafts_of_several_sequences():
+    """Each keeps its own tokens: all of its draft, a part, nothing; a row behind a difference is left out."""
+    entries = [
+        ScheduledSequence(sequence(request=request), 2 + len(draft), draft)
+        for request, draft in enumerate([(3, 4), (5, 6), (), (7,)])
+    ]
+    best = [3, 4, 9, 5, 1, 2, 8, 6, 0]  # of each place
+    rows = sample_all(logits(*({each: 1.0} for each in best)).to(_DEVICE), entries)
+    assert [(row.request, row.token_ids.tolist()) for row in rows] == [(0, [3, 4, 9]), (1, [5, 1]), (2, [8]), (3, [6])]
+
+
+def test_penalties_count_the_tokens_of_a_draft():
+    """As if they were the answer: the second 3 is no longer the best token."""
+    penalized = sequence(temperature=0.0, presence_penalty=2.0)
+    places = logits(*[{2: 1.0, 3: 2.5}] * 3).to(_DEVICE)
+    (row,) = sample_all(places, [ScheduledSequence(penalized, 4, (3, 3))])
+    assert row.token_ids.tolist() == [3, 2]
 
 
 def test_greedy():

@@ -138,7 +138,7 @@ class ToyRunner:
         return sampled
 
     def _sampled(self, sequence: Sequence) -> Sampled:
-        """What is sampled behind its last token."""
+        """Sample behind its last token."""
         values = array("L", map(self._slots.__getitem__, self._slots_of(sequence)))
         token_id, top = toy_next(values, _seed_of(sequence.params)), sequence.params.logprobs
         if sequence.constraint is not None:

@@ -13,7 +13,7 @@ from trioengine.core.errors import InvariantError
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.kv_cache import KVCache
 
-SEGMENT_SIZE = 512  # tokens of a context whose sums are computed by themselves: part of what the bits depend on
+SEGMENT_SIZE = 512  # tokens of a context whose sums are computed by themselves; another size changes the bits
 
 
 class Library(Protocol):

@@ -43,7 +43,7 @@ def sample_all(logits: Tensor, scheduled: Iterable[ScheduledSequence]) -> list[S
     if not any(entry.draft for entry in entries):
         return sample(logits, [entry.sequence for entry in entries])
     rows = iter(sample(logits, [behind for entry in entries for behind in entry.sampled_behind]))
-    return [verified(entry.draft, islice(rows, 1 + len(entry.draft))) for entry in entries]
+    return [verified(entry.draft, list(islice(rows, 1 + len(entry.draft)))) for entry in entries]
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:

@@ -252,7 +252,7 @@ class Limits:
 class ScheduledSequence:
     """Compute `num_new_tokens` tokens of the sequence, from `num_computed_tokens` on; read only for the runner.
 
-    With a draft they reach to the sequence's last token, and those of the draft are the last of them.
+    The tokens of a draft come last, behind all those of the sequence.
     """
 
     sequence: Sequence

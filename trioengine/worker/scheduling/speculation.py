@@ -63,7 +63,7 @@ class PromptLookup:
 
 
 def verified(draft: Iterable[int], rows: Iterable[TokensRow | RequestFailed]) -> TokensRow | RequestFailed:
-    """Join what was sampled behind a sequence's tokens, and then behind each token of its draft, up to a difference.
+    """Join the tokens sampled behind a sequence, and behind each token of its draft, up to the first difference.
 
     A failure behind the draft ends it as well: the next step finds it again at a place that is the answer's.
     """
