@@ -82,7 +82,7 @@ def _run(make: Callable[[], Machine], program: Program) -> Failed | None:
     return None
 
 
-BATCH = 50  # programs between two looks at the clock
+BATCH = 10  # programs of one configuration in a row, and between two looks at the clock
 COLLECT_AFTER = 7_000  # objects: the garbage of a few programs
 
 
@@ -201,7 +201,7 @@ class Fuzzer:
     ) -> Report:
         """Run until something is found, or so many programs or seconds are over; shrinking may take longer.
 
-        The run also ends when `until` returns True, which is called after every 50 programs. If `progress` raises
+        The run also ends when `until` returns True, which is called after every BATCH programs. If `progress` raises
         KeyboardInterrupt, it propagates, and the finding of a program that ran before is in `report`.
         """
         seed_choices(self.report.seed)
