@@ -72,6 +72,8 @@ export interface Settings {
   ignore_eos?: boolean | null;
   logit_bias?: Record<string, number> | null;
   skip_special_tokens?: boolean | null;
+  cache_salt?: string | null;
+  num_speculative_tokens?: number | null;
   tools?: Tool[] | null;
   tool_choice?: ToolChoice | null;
   parallel_tool_calls?: boolean | null;

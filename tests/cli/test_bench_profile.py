@@ -80,11 +80,11 @@ def test_work_beyond_the_context(path):
     assert "256" in ended.stderr
 
 
-@pytest.mark.parametrize("option", ["--structured", "--enable-prefix-caching"])
+@pytest.mark.parametrize("option", ["--structured", "--enable-prefix-caching", "--num-speculative-tokens=4"])
 def test_options_that_it_does_not_have(path, option):
     ended = run(path, option)
     assert ended.returncode == 2
-    assert "--profile runs without --structured and without --enable-prefix-caching" in ended.stderr
+    assert "--profile runs without --structured, --enable-prefix-caching and --num-speculative-tokens" in ended.stderr
 
 
 def test_without_a_compiler(path, tmp_path):

@@ -181,6 +181,7 @@ async def test_parameters_reach_the_worker(autojump_clock, clients):
         "logit_bias": {"65": -1},
         "skip_special_tokens": False,
         "cache_salt": "mine",
+        "num_speculative_tokens": 6,
     }
     body = chat(**fields)
     body["max_completion_tokens"] = body.pop("max_tokens")

@@ -55,7 +55,7 @@ CHAT_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "min_tokens", "max_tokens"),
     *("ignore_eos", "logit_bias", "skip_special_tokens", "response_format", "tools", "tool_choice", "modalities"),
     *("max_completion_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "service_tier"),
-    *("store", "safety_identifier", "prompt_cache_key", "request_id"),
+    *("store", "safety_identifier", "prompt_cache_key", "request_id", "num_speculative_tokens"),
 )
 ITEM = ("item", ("id", "object", "type", "status", "role", "content"))
 SESSION = ("instructions", "max_output_tokens", "temperature", "stop", "logit_bias", "tools", "type", "truncation")

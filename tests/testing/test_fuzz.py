@@ -86,6 +86,7 @@ REACHED = {
         "messages and token ids are mixed",
         "num preemptions",
         "prefix cache hits",
+        "accepted tokens",
         "token ids are replaced by a history",
     },
     "RealtimeMachine": WHILE_A_RESPONSE_IS_ACTIVE

@@ -71,12 +71,12 @@ def test_as_layer_by_layer(tiny_llama, tmp_path, load_both, variant, dtype, quan
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_threads_share_long_contexts(tiny_llama, tmp_path, load_both, dtype):
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("float32", "int8")])
+def test_threads_share_long_contexts(tiny_llama, tmp_path, load_both, dtype, quantization):
     """The bits are those of one thread that reads the segments in turn."""
     shape = {"hidden_size": 96, "intermediate_size": 224, "max_position_embeddings": 2048, "num_hidden_layers": 2}
     path = tiny_llama.write(tmp_path / "plain", "plain", **shape)
-    at_once, layer_by_layer = load_both(path, dtype, "none")
+    at_once, layer_by_layer = load_both(path, dtype, quantization)
     rng = random.Random(0)
     sizes = (3 * SEGMENT_SIZE + 7, SEGMENT_SIZE - 3, SEGMENT_SIZE, 2 * SEGMENT_SIZE - 1, 5)
     prompts = [[rng.randrange(3, 200) for _ in range(size)] for size in sizes]
@@ -91,10 +91,29 @@ def test_threads_share_long_contexts(tiny_llama, tmp_path, load_both, dtype):
                 alone = [prompt if each == number else None for each in range(len(prompts))]
                 assert same(answers(at_once, alone, lengths, **limits)[0][number : number + 1], expected[number:][:1])
             assert same(answers(at_once, prompts, lengths, **limits)[0], expected)
-            assert "sums" in at_once.model._decoder._products.scratch._tensors
+            assert "segment_sums" in at_once.model._decoder._products.scratch._tensors
             at_once.model._decoder._products.scratch.release()
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_long_prompt_behind_a_long_context(tiny_llama, tmp_path, load_both):
+    """The room for its quantized rows is not that of the segments' sums."""
+    shape = {"hidden_size": 96, "intermediate_size": 224, "max_position_embeddings": 4096, "num_hidden_layers": 1}
+    path = tiny_llama.write(tmp_path / "plain", "plain", **shape)
+    at_once, layer_by_layer = load_both(path, "float32", "int8")
+    limits = {"chunked_prefill_size": 2048, "max_num_batched_tokens": 4096}
+    for size in (SEGMENT_SIZE + 90, 2048):
+        prompts = [[(7 * i * i + size) % 200 for i in range(size)]]
+        assert same(answers(at_once, prompts, [3], **limits)[0], answers(layer_by_layer, prompts, [3], **limits)[0])
+
+
+def test_a_name_of_the_scratch_has_one_dtype(tiny_llama, tmp_path):
+    path = tiny_llama.write(tmp_path / "plain", "plain", hidden_size=96, intermediate_size=192)
+    scratch = load(path).model._decoder._products.scratch
+    scratch.reserve("rows", 8, torch.float32)
+    with pytest.raises(InvariantError, match=r"'rows' has torch\.float32, and torch\.uint8 is asked for"):
+        scratch.reserve("rows", 8, torch.uint8)
 
 
 def test_a_long_context_is_as_torch_has_it(tiny_llama, tmp_path):

@@ -190,6 +190,19 @@ def test_what_is_not_finite_stays_in_its_sequence(bits, at_most):
     assert found[1:].isfinite().all()
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_token_that_is_not_finite_stays_behind_those_before_it(at_most, part):
+    """Its key or its value, in a chunk: the tokens before it have the bits that they have without it."""
+    step = Step(SHAPES[0], torch.float32, [(7, 60)])
+    without = step.run(make(at_most=at_most))
+    for place in range(7):
+        step = Step(SHAPES[0], torch.float32, [(7, 60)])
+        step.tokens[place, step.heads + part * step.kv_heads :] = math.nan
+        found = step.run(make(at_most=at_most))
+        assert torch.equal(found[:place], without[:place])
+        assert found[place:].isnan().all(dim=-1).all()
+
+
 def test_scores_that_are_minus_infinity(at_most):
     """All of the first ones: what comes later counts."""
     step = Step(SHAPES[0], torch.float32, [(1, 150)])

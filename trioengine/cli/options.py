@@ -42,7 +42,7 @@ AdminKey = Annotated[str | None, typer.Option(help="The server's key for operato
 ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _NOT_OPTIONS = ("model", "restart_delays", "logit_bias", "logprobs", "prompt_logprobs", "cache_salt", "grammar")
-_OF_THE_ENGINE = "num_speculative_tokens"  # also a field of requests: one option is enough
+_ENGINE_OPTIONS_ALONE = ("num_speculative_tokens",)  # also fields of requests: one option is enough
 
 
 def options_of(cls: type, panel: str | None, texts: Mapping[str, str] = HELP) -> list[inspect.Parameter]:
@@ -89,7 +89,7 @@ def _kind(hint: Any) -> Any:
 
 ENGINE_OPTIONS = options_of(EngineConfig, None)
 SERVE_OPTIONS = options_of(ServeConfig, None)
-SAMPLING_OPTIONS = [each for each in options_of(SamplingParams, "Sampling") if each.name != _OF_THE_ENGINE]
+SAMPLING_OPTIONS = [each for each in options_of(SamplingParams, "Sampling") if each.name not in _ENGINE_OPTIONS_ALONE]
 
 
 def with_options(*groups: list[inspect.Parameter], check: Check | None = None) -> Callable[[F], F]:

@@ -20,7 +20,7 @@ class StepWatch:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._live: dict[Sequence, tuple[int, int]] = {}  # the latest step of each, and its computed tokens after it
+        self._live: dict[Sequence, tuple[int, range]] = {}  # the latest step of each, and its computed tokens after it
         self._num_steps = 0
 
     def reset(self) -> None:
@@ -38,11 +38,11 @@ class StepWatch:
         began = []
         for entry in output.scheduled:
             self._check_entry(entry)
-            end = entry.sequence.num_computed_tokens
-            _, computed = self._live.get(entry.sequence, (0, -1))
-            if computed != end:
+            _, computed = self._live.get(entry.sequence, (0, range(0)))
+            if entry.sequence.num_computed_tokens not in computed:
                 began.append(entry)
-            self._live[entry.sequence] = self._num_steps, end + entry.num_new_tokens
+            end = entry.sequence.num_computed_tokens + entry.num_new_tokens
+            self._live[entry.sequence] = self._num_steps, range(end - len(entry.draft), end + 1)
         for entry in output.scheduled:
             self._check_written(entry)
         self._check_starved()

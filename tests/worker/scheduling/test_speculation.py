@@ -17,7 +17,14 @@ from trioengine.testing.toy_model import VOCAB_SIZE
 from trioengine.testing.toy_runner import ToyDrafter, ToyRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import Limits, Sampled, SchedulerOutput
-from trioengine.worker.scheduling.speculation import FIRST_DRAFT, LONGEST_PAUSE, NGRAM, PromptLookup, verified
+from trioengine.worker.scheduling.speculation import (
+    FIRST_DRAFT,
+    INDEXED_A_STEP,
+    LONGEST_PAUSE,
+    NGRAM,
+    PromptLookup,
+    verified,
+)
 from trioengine.worker.scheduling.step_plan import MAX_DRAFTED_STEP
 
 PROMPT = [1, 2, 3]
@@ -54,6 +61,13 @@ def test_the_index_grows_with_the_sequence() -> None:
     for size in range(1, len(text)):
         draft = drafter.draft(text[:size], 1)
         assert draft == (() if size < 7 + NGRAM else (text[size],))
+
+
+def test_a_long_prompt_is_indexed_in_several_steps() -> None:
+    """So that no step of others waits for it."""
+    text = [*range(2 * INDEXED_A_STEP + 1), 5, 6, 7]
+    drafter = PromptLookup()
+    assert [drafter.draft(text, 2) for _ in range(3)] == [(), (), (8, 9)]
 
 
 def test_a_draft_is_never_longer_than_asked() -> None:

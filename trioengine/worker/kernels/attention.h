@@ -60,7 +60,8 @@ struct Context {
     const Element *values(int64_t position) const { return keys(position) + kv_heads * BLOCK_SIZE * HEAD_DIM; }
 };
 
-// Of a tile's queries over some tokens, by weights exp(score - largest score): the sums of weighted values, and of weights.
+// Of a tile's queries over some tokens, by weights exp(score - largest score): the sums of weighted values, and of
+// weights.
 struct SegmentSums {
     Floats results[QUERIES][PARTS];
     float largest[QUERIES], totals[QUERIES];
@@ -121,7 +122,7 @@ class TileAttention {
                 if (count == 0) continue;
                 score(r, count);
                 for (int i = r; i < r + STRIP; i++) weigh(i, seen_here(i, start, here), count, sums);
-                add_values(r, count, sums);
+                add_values(r, start, here, sums);
             }
         }
     }
@@ -193,15 +194,21 @@ class TileAttention {
         sums.totals[r] += sum(total);
     }
 
-    void add_values(int r, int count, SegmentSums &to) {
+    // A key that not all rows of the strip see is left to those that do: 0 times a value that is not finite is nan.
+    void add_values(int r, int64_t start, int here, SegmentSums &to) {
+        int seen[STRIP];  // ascending
+        for (int i = 0; i < STRIP; i++) seen[i] = seen_here(r + i, start, here);
         const float *weights = (const float *)scores_[r];
         for (int first = 0; first < PARTS; first += WIDE) {
             Floats sums[STRIP][WIDE];
             for (int i = 0; i < STRIP; i++)
                 for (int p = 0; p < WIDE; p++) sums[i][p] = to.results[r + i][first + p];
-            for (int k = 0; k < count; k++)
+            for (int k = 0; k < seen[0]; k++)
 #pragma GCC unroll 4
                 for (int i = 0; i < STRIP; i++)
+                    for (int p = 0; p < WIDE; p++) sums[i][p] += weights[i * KEYS + k] * values_[k][first + p];
+            for (int i = 1; i < STRIP; i++)
+                for (int k = seen[0]; k < seen[i]; k++)
                     for (int p = 0; p < WIDE; p++) sums[i][p] += weights[i * KEYS + k] * values_[k][first + p];
             for (int i = 0; i < STRIP; i++)
                 for (int p = 0; p < WIDE; p++) to.results[r + i][first + p] = sums[i][p];

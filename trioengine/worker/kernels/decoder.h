@@ -50,7 +50,7 @@ struct Scratch {
     float *hidden, *selected;  // [tokens, size]; of the output rows, as the last layer leaves them
     Element *wide;             // queries, keys and values; gates and what they are multiplied with
     Element *narrow;           // the results that are prepared for the next product
-    SegmentSums *sums;                // [num_tiles, kv_heads, segments]; null: each tile's context is read by one thread
+    SegmentSums *sums;         // [num_tiles, kv_heads, segments]; null: each tile's context is read by one thread
     int64_t segments;          // of a tile, at most
     int64_t *times;            // the nanoseconds of each operation in all layers, added up; null: not measured
 };
@@ -102,8 +102,7 @@ void attend(const Decoder &d, const Step &s, Element *cache, const Scratch &scra
             rotate_head(heads + h * HEAD_DIM, HEAD_DIM, d.rotary + s.positions[t] * 2 * HEAD_DIM);
         store_token(heads, d.kv_heads, s.slots[t], cache);
     }
-    const Tiles tiles{s.tiles, s.num_tiles, d.kv_heads,    scratch.wide, cache, s.tables,
-                      s.width, d.scale,     scratch.narrow};
+    const Tiles tiles{s.tiles, s.num_tiles, d.kv_heads, scratch.wide, cache, s.tables, s.width, d.scale, scratch.narrow};
     if (scratch.sums == nullptr)
         attend_tiles(tiles);
     else

@@ -16,6 +16,7 @@ from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.native_attention import NativeAttention, address
 from trioengine.worker.kernels.products import InputsAddress, NativeLinear, Profile, WeightAddress
 
+_MOST_SUMS = 64 << 20  # bytes of the segments' sums
 _UNITS_A_THREAD = 8  # tiles and heads; with fewer, threads share the segments of contexts, lest one waits for another
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 OPERATIONS = ("norms", "qkv", "attention", "output", "gate_up", "activation", "down")  # as decoder.h's
@@ -152,16 +153,15 @@ class NativeDecoder:
         """Room for a step with so many tokens, and the address of its times."""
         scratch, dtype = self._products.scratch, self._products.dtype
         units, segments = len(attention.tiles) * self._decoder.kv_heads, attention.num_segments
-        sums = None
-        if segments > 1 and units < _UNITS_A_THREAD * torch.get_num_threads():
-            sums = scratch.reserve("sums", units * segments * self._products.native.sums_size(), torch.uint8)
+        size = units * segments * self._products.native.sums_size()
+        is_shared = segments > 1 and units < _UNITS_A_THREAD * torch.get_num_threads() and size <= _MOST_SUMS
         return _Scratch(
             scratch.reserve_inputs(tokens, self._narrow),
             scratch.reserve("hidden", tokens * self._size, torch.float32),
             scratch.reserve("selected", tokens * self._size, torch.float32),
             scratch.reserve("wide", tokens * self._wide, dtype),
             scratch.reserve("narrow", tokens * self._narrow, dtype),
-            sums,
+            scratch.reserve("segment_sums", size, torch.uint8) if is_shared else None,
             segments,
             times,
         )

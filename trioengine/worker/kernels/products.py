@@ -122,8 +122,13 @@ class Scratch:
         self._tensors: dict[str, Tensor] = {}
 
     def reserve(self, name: str, elements: int, dtype: torch.dtype) -> int:
-        """The address of room for this number of elements of the dtype."""
+        """The address of room for this number of elements of the dtype, until the next call with the name.
+
+        A name has one dtype. Raises InvariantError for another.
+        """
         held = self._tensors.get(name)
+        if held is not None and held.dtype != dtype:
+            raise InvariantError(f"the scratch {name!r} has {held.dtype}, and {dtype} is asked for")
         if held is None or len(held) < elements:
             held = self._tensors[name] = torch.empty(elements, dtype=dtype)
         return held.data_ptr()

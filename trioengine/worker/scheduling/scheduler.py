@@ -124,7 +124,7 @@ class Scheduler:
         self._sequences[sequence.request] = sequence
         self._last_place += 1
         sequence.place = self._last_place
-        if sequence.params.num_speculative_tokens and sequence.params.grammar is None:  # whose tokens it forces
+        if sequence.params.num_speculative_tokens and sequence.params.grammar is None:  # which forces tokens instead
             sequence.drafter = self._new_drafter(sequence)
         if sequence.images is None and not sequence.is_compiling:
             self._waiting.append(sequence)

@@ -266,8 +266,10 @@ class ScheduledSequence:
 
     @property
     def sampled_behind(self) -> list[Sequence]:
-        """The sequence, and as it would be with the first, the first two… tokens of the draft: a token is sampled of
-        each. Read only."""
+        """The sequence, and copies with the first token of the draft, with two of them, and so on.
+
+        A token is sampled behind each. They are read only.
+        """
         sequence = self.sequence
         if not self.samples:
             return []
@@ -277,8 +279,9 @@ class ScheduledSequence:
     @property
     def new_token_ids(self) -> list[int]:
         """The ids of these tokens."""
-        sequence, start = self.sequence, self.sequence.num_computed_tokens
-        return [*sequence.token_ids[start : start + self.num_new_tokens], *self.draft]
+        start = self.sequence.num_computed_tokens
+        end = start + self.num_new_tokens - len(self.draft)
+        return [*self.sequence.token_ids[start:end], *self.draft]
 
     @property
     def scores(self) -> range:

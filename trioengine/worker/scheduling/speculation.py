@@ -3,7 +3,8 @@
 A draft is found in the sequence itself, as prompt lookup does (Saxena 2023): where its latest tokens occurred before,
 the tokens that followed then may follow again. The step computes the draft behind the latest token, and samples at
 every place as if the tokens before it were the answer. Sampled tokens are kept up to the first that differs from the
-draft. Seed and position fix each draw, so the answer is the one without drafts, in fewer steps.
+draft. Seed and position fix each draw: where a token's logits do not depend on the others in its step, the answer is
+the one without drafts, in fewer steps.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from trioengine.core.sampling_params import MAX_SPECULATIVE_TOKENS
 
 NGRAM = 3  # tokens that have to occur before
 FIRST_DRAFT = 4  # tokens
+INDEXED_A_STEP = 4096  # tokens, of a long prompt; until all are indexed there is no draft
 LONGEST_PAUSE = 64  # steps without a draft, after drafts of which nothing was kept
 
 
@@ -38,9 +40,12 @@ class PromptLookup:
             self._pause -= 1
             return ()
         size = len(token_ids)
-        for place in range(self._num_indexed, size):
+        indexed = min(size, self._num_indexed + INDEXED_A_STEP)
+        for place in range(self._num_indexed, indexed):
             self._behind[tuple(token_ids[place - NGRAM : place])] = place
-        self._num_indexed = max(NGRAM, size)
+        self._num_indexed = max(NGRAM, indexed)
+        if indexed < size:
+            return ()
         start = self._behind.get(tuple(token_ids[-NGRAM:]))
         if start is None:
             return ()
