@@ -47,7 +47,7 @@ def config(smollm2):
 async def test_the_embedding_examples_run(config):
     functions = examples("embedding.md")
     del functions["test_my_program"]
-    assert len(functions) == 14
+    assert len(functions) == 15
     async with open_engine(config) as engine:
         for function in functions.values():
             with trio.fail_after(120):

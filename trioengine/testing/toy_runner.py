@@ -131,7 +131,8 @@ class ToyRunner:
             if sequence.request in self.fail_requests:
                 sampled.append(sequence.failure(SAMPLING_FAILED, "failed on request"))
                 continue
-            row = verified(entry.draft, map(self._sampled, entry.sampled_behind))
+            rows = [self._sampled(each) for each in entry.sampled_behind]
+            row = verified(entry.draft, rows) if entry.draft else rows[0]
             sampled.append(self._scored(entry, row) if entry.scores and isinstance(row, TokensRow) else row)
         self.num_steps += 1
         self.num_computed += output.num_tokens

@@ -252,7 +252,7 @@ class Limits:
 class ScheduledSequence:
     """Compute `num_new_tokens` tokens of the sequence, from `num_computed_tokens` on; read only for the runner.
 
-    The tokens of a draft come last, behind all those of the sequence.
+    The tokens of a draft come last, behind the tokens that the sequence has.
     """
 
     sequence: Sequence
