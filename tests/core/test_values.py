@@ -51,6 +51,7 @@ BAD_PARAMS = {
     "prompt_logprobs": [-1, 21, *NO_INTEGERS],
     "cache_salt": [3, None, b"x", "x" * 257, "half \ud800"],
     "grammar": ["[a-z]", {}, 3],
+    "num_speculative_tokens": [-1, 16, *NO_INTEGERS],
 }
 OPTIONAL = {
     "max_tokens",
@@ -63,6 +64,7 @@ OPTIONAL = {
     "logprobs",
     "prompt_logprobs",
     "grammar",
+    "num_speculative_tokens",
     "chat_template",
     "max_model_len",
     "kv_cache_memory",
@@ -129,6 +131,7 @@ def test_values_that_were_not_given_are_the_models_defaults_or_neutral():
     resolved = resolved_params(params, {"temperature": 0.2, "top_p": 0.5}, seed=3)
     assert resolved == ResolvedParams(temperature=0.2, top_p=1.0, max_tokens=5, seed=3)
     assert (resolved.top_k, resolved.min_p, resolved.repetition_penalty) == (0, 0.0, 1.0)
+    assert resolved.num_speculative_tokens == 0
     assert checked_defaults({"top_k": np.int64(4), "max_tokens": 7}) == {"top_k": 4, "max_tokens": 7}
     with pytest.raises(RequestRejected, match="top_p must be"):
         checked_defaults({"top_p": 2})
@@ -186,6 +189,7 @@ LEAST = {
     "logit_bias": {0: -100},
     "logprobs": 0,
     "prompt_logprobs": 0,
+    "num_speculative_tokens": 0,
 }
 MOST = {
     "max_tokens": 2**31 - 1,
@@ -202,6 +206,7 @@ MOST = {
     "stop_token_ids": (0, 2**31 - 1),
     "logprobs": 20,
     "prompt_logprobs": 20,
+    "num_speculative_tokens": 15,
 }
 
 
@@ -240,6 +245,7 @@ BAD_CONFIG = {
     "kv_cache_memory": [0, "1G", 2**63, *NO_INTEGERS],
     "encoder_cache_memory": [-1, 2**63, *NO_INTEGERS],
     "num_threads": [0, 1025, *NO_INTEGERS],
+    "num_speculative_tokens": [-1, 16, *NO_INTEGERS],
     "gpu_memory_utilization": [0, 1.5, *NO_NUMBERS],
     "enable_prefix_caching": NO_SWITCHES,
     "batch_invariant": NO_SWITCHES,

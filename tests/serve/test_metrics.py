@@ -53,6 +53,7 @@ NAMES = {
     "counter": [
         *("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
         *("encoder_cache_queries", "encoder_cache_hits"),
+        *("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
         *("request_success", "requests_aborted", "client_disconnected", "worker_restarts", "requests_resumed"),
     ],
     "histogram": [

@@ -54,7 +54,8 @@ NUMBERS: Mapping[str, tuple[Callable[..., float], float, float]] = {  # the chec
 }
 _DEFAULT_NUMBERS = {**NUMBERS, "max_tokens": (integer, 1, MAX_COUNT)}  # no default lets a prompt be scored only
 _MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # None: the model's default
-_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "num_speculative_tokens", *_MODEL_DEFAULTS)
+_DEFAULTED = (*_MODEL_DEFAULTS, "num_speculative_tokens")  # the last one: the engine's default
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", *_DEFAULTED)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _REQUEST_KEYWORDS = ("keep_partial", "timeout", "wait", "label")  # of `generate`, beside the sampling parameters
 P = ParamSpec("P")
@@ -164,7 +165,7 @@ class ResolvedParams(SamplingParams):
 
 
 _FIELDS = field_names(SamplingParams)
-_NEUTRAL = {each.name: each.default for each in dataclasses.fields(ResolvedParams) if each.name in _MODEL_DEFAULTS}
+_NEUTRAL = {each.name: each.default for each in dataclasses.fields(ResolvedParams) if each.name in _DEFAULTED}
 
 
 def params_of_valid(*values: object) -> ResolvedParams:
@@ -178,8 +179,7 @@ def params_of_valid(*values: object) -> ResolvedParams:
 def resolved_params(params: SamplingParams, defaults: Mapping[str, float], **changes: object) -> ResolvedParams:
     """Return the parameters with the model's `defaults` for the values that were not given.
 
-    The `changes` are further values; all are known to be valid, and max_tokens, seed and num_speculative_tokens are
-    among them or given.
+    The `changes` are further values; all are known to be valid, and max_tokens and seed are among them or given.
     """
     values = {name: getattr(params, name) for name in _FIELDS} | changes
     for name, neutral in _NEUTRAL.items():
