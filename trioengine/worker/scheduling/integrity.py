@@ -1,4 +1,4 @@
-"""Checks of the lists of sequences that run and wait."""
+"""Checks of the lists of sequences that run and wait, and of the rows of a step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from trioengine.core.errors import InvariantError
+from trioengine.core.messages import TokensRow
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
 
 _IN_LINE = frozenset({SequenceStatus.WAITING, SequenceStatus.PREEMPTED})
@@ -42,3 +43,10 @@ def check_order(running: Items[Sequence], waiting: Items[Sequence], out: Items[S
                     f"request {sequence.request} waits, is {sequence.status.value}, holds {len(sequence.block_table)} "
                     f"blocks and has {sequence.num_computed_tokens} tokens computed"
                 )
+
+
+def check_kept(row: TokensRow, draft: tuple[int, ...]) -> None:
+    """Raise InvariantError if tokens before the last one of a row are not those that were drafted."""
+    kept = tuple(row.token_ids[:-1])
+    if kept != draft[: len(kept)]:
+        raise InvariantError(f"the runner kept {kept} for request {row.request}, and {draft} were drafted")

@@ -48,7 +48,7 @@ from trioengine.core.types import FinishReason, token_ids
 from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.image_queue import Decoder, NoDecoder, PictureDecoded, Waiters
 from trioengine.worker.scheduling.images import PayloadArrived, PictureStatus
-from trioengine.worker.scheduling.integrity import check_known, check_order, check_prefills
+from trioengine.worker.scheduling.integrity import check_kept, check_known, check_order, check_prefills
 from trioengine.worker.scheduling.sequence import (
     MAX_FORCED,
     Constraint,
@@ -220,7 +220,8 @@ class Scheduler:
             if num_scores:
                 _take_scores(sequence, row, num_scores)
             if row is not None and is_last:
-                _check_kept(row, entry.draft)
+                if len(row.token_ids) > 1:
+                    check_kept(row, entry.draft)
                 computed -= len(entry.draft) - self._append(sequence, row, entry.draft)
             sequence.num_computed_tokens = computed
             if before // block_size != computed // block_size:
@@ -443,10 +444,3 @@ def _take_scores(sequence: Sequence, row: TokensRow | None, num_scores: int) -> 
     if num_found != num_scores:
         raise InvariantError(f"request {sequence.request} got {num_found} of {num_scores} logprobs of its prompt")
     sequence.num_scored += num_scores
-
-
-def _check_kept(row: TokensRow, draft: tuple[int, ...]) -> None:
-    """Raise InvariantError if tokens before the last one of a row are not those that were drafted."""
-    kept = tuple(row.token_ids[:-1])
-    if kept != draft[: len(kept)]:
-        raise InvariantError(f"the runner kept {kept} for request {row.request}, and {draft} were drafted")
