@@ -36,12 +36,15 @@ async def test_a_percentile_is_no_less_than_the_median(autojump_clock):
 
 
 def test_the_table_says_its_units(monkeypatch, capsys):
+    limits = SimpleNamespace(dtype="float32", quantization="gguf", kv_cache_dtype="int8")
+
     async def bench(*arguments):
-        return [OfflineRun(2.0, 6.0, 0.1, 0.2, 0.3, 0.4)], SimpleNamespace(dtype="float32", quantization="gguf")
+        return [OfflineRun(2.0, 6.0, 0.1, 0.2, 0.3, 0.4)], limits
 
     monkeypatch.setattr(offline, "_bench", bench)
     offline.bench_offline(EngineConfig(), 3, 5, 4, repeat=1, as_json=False)
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["kv_cache_dtype"] == "int8"
     assert (rows["seconds"], rows["output_tps"], rows["ttft_p99"]) == ("2.0 s", "6.0 tokens/s", "0.2 s")
     assert (rows["tpot_median"], rows["prompt_len"], rows["requests"]) == ("0.3 s a token", "5 tokens", "3")
 

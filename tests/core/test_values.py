@@ -233,6 +233,7 @@ BAD_CONFIG = {
     "dtype": ["int4", *NO_NUMBERS],
     "kernels": ["", "cuda", *NO_NUMBERS],
     "quantization": ["", "int4", *NO_NUMBERS],
+    "kv_cache_dtype": ["", "fp8", *NO_NUMBERS],
     "max_num_seqs": [0, 2**31, *NO_INTEGERS],
     "max_sessions": [0, MAX_SESSIONS + 1, *NO_INTEGERS],
     "max_num_batched_tokens": [0, 5, 2**31, *NO_INTEGERS],

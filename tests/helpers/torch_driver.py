@@ -1,6 +1,7 @@
 """Run prompts through the real scheduler and the torch runner, without a worker around them."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -46,6 +47,12 @@ def backend(name):
 def load(path, dtype="float32", on_progress=lambda done, total: None, **config):
     config = {"device": "cpu", "kv_cache_memory": 64 << 20, **config}
     return TorchModelRunner.load(WorkerConfig(str(path), dtype=dtype, **config), on_progress)
+
+
+def spoil(cache):
+    """Fill a KV cache with numbers that a step must not read: nan, or integers whose scale is nan."""
+    for tensor in (*cache.layers, *cache.scales):
+        tensor.fill_(math.nan if tensor.is_floating_point() else 77)
 
 
 def generate(runner, prompts, max_tokens, params=None, **limits):

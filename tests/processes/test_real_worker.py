@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,11 +93,13 @@ async def strike(engine, session, moment):
 
 
 async def test_ready_after_a_kill_is_the_next_workers(in_time, config):
-    async with open_engine(config) as engine:
+    async with open_engine(replace(config, kv_cache_dtype="int8")) as engine:
+        before = await engine.generate("hello", SHORT)
         os.kill(engine.statistics().worker_pid, signal.SIGKILL)
         await engine.ready()
         assert engine.statistics().incarnation == 2
-        assert (await engine.generate("hello", SHORT)).finish_reason is FinishReason.LENGTH
+        assert engine.limits.kv_cache_dtype == "int8"
+        assert (await engine.generate("hello", SHORT)).token_ids == before.token_ids
 
 
 ROUNDS = 200

@@ -106,9 +106,11 @@ async def test_the_fingerprint(autojump_clock, clients, path):
     runtime = clients.engine.runtime
     runtime._limits = replace(runtime.limits, quantization="gguf")
     other = (await clients.request("POST", path, body(path))).json["system_fingerprint"]
-    runtime.power.weights = runtime.power.weights._replace(version=2)
+    runtime._limits = replace(runtime.limits, kv_cache_dtype="int8")
     third = (await clients.request("POST", path, body(path))).json["system_fingerprint"]
-    assert len({whole, other, third}) == 3
+    runtime.power.weights = runtime.power.weights._replace(version=2)
+    fourth = (await clients.request("POST", path, body(path))).json["system_fingerprint"]
+    assert len({whole, other, third, fourth}) == 4
 
 
 async def test_tokenizer_info(autojump_clock, clients):

@@ -34,6 +34,8 @@ MODES = {
     "gguf, bfloat16": {"dtype": "bfloat16", "quantization": "gguf"},
     "gguf, float32": {"dtype": "float32", "quantization": "gguf"},
     "int8, bfloat16": {"dtype": "bfloat16", "quantization": "int8"},
+    "none, float32, kv int8": {"dtype": "float32", "quantization": "none", "kv_cache_dtype": "int8"},
+    "gguf, bfloat16, kv int8": {"dtype": "bfloat16", "quantization": "gguf", "kv_cache_dtype": "int8"},
 }
 
 

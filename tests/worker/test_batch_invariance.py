@@ -154,13 +154,3 @@ def test_any_number_of_threads(path, prompt, dtype):
 def test_torch_kernels_are_refused(path):
     with pytest.raises(ModelError, match="batch_invariant needs the native kernels, and the torch kernels are in use"):
         load(path, kernels="torch", batch_invariant=True)
-
-
-def test_no_four_bit_weights(smollm2, monkeypatch):
-    """Their kernel is for few rows alone."""
-
-    def refuse(*args):
-        raise AssertionError(args)
-
-    monkeypatch.setattr(torch, "_convert_weight_to_int4pack_for_cpu", refuse)
-    load(smollm2, "bfloat16", batch_invariant=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from helpers.torch_driver import load, needs_compiler
+from helpers.torch_driver import load, needs_compiler, spoil
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_weights import write_gguf
@@ -33,7 +33,6 @@ OPTIONS = settings(
     phases=[Phase.generate],  # to shrink a failure takes minutes
     suppress_health_check=list(HealthCheck),
 )
-BLOCK_SIZE = 8
 CONTEXT = 128  # tokens
 REQUESTS = 32  # of a model, of which its programs choose
 THREADS = (1, 2, 3)
@@ -47,13 +46,18 @@ PARAMS = (
     {"temperature": 0.9, "logprobs": 2, "prompt_logprobs": 2},
     {"temperature": 0.0, "prompt_logprobs": 0},
 )
-MODELS = {  # name: size of the vocabulary, dtype, quantization, types of a GGUF file or a checkpoint of safetensors
-    "float32": (200, "float32", "none", None),
-    "bfloat16": (200, "bfloat16", "none", None),
-    "integers": (200, "auto", "auto", "Q4_1"),
-    "integers beside bfloat16": (200, "bfloat16", "int8", None),
-    "float32, a large vocabulary": (49_152, "float32", "none", None),
-    "integers, a large vocabulary": (49_152, "bfloat16", "auto", "Q8_0"),
+MODELS = {  # name: size of the vocabulary, types of a GGUF file or a checkpoint of safetensors, configuration
+    "float32": (200, None, {"quantization": "none", "block_size": 16}),  # which is read in place
+    "bfloat16": (200, None, {"dtype": "bfloat16", "quantization": "none", "block_size": 16}),
+    "integers": (200, "Q4_1", {"dtype": "auto", "block_size": 8}),
+    "integers beside bfloat16": (200, None, {"dtype": "bfloat16", "quantization": "int8", "block_size": 5}),
+    "integers in the cache": (200, None, {"quantization": "none", "kv_cache_dtype": "int8", "block_size": 16}),
+    "float32, a large vocabulary": (49_152, None, {"quantization": "none", "block_size": 8}),
+    "integers, a large vocabulary": (
+        49_152,
+        "Q8_0",
+        {"dtype": "bfloat16", "kv_cache_dtype": "int8", "block_size": 8},
+    ),
 }
 
 
@@ -142,8 +146,7 @@ class Life:
 
     def start(self):
         """A new worker, whose KV cache has never been written."""
-        for layer in self.model.runner.cache.layers:
-            layer.fill_(torch.nan)
+        spoil(self.model.runner.cache)
         self.core = EngineCore(self.model.runner, self.limits, lambda: 0.0, new_drafter=self.drafter)
 
     def drafter(self, sequence):
@@ -263,7 +266,7 @@ def run_program(model, limits, blocks, operations):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_random_programs(tiny_llama, tmp_path, name):
-    vocab_size, dtype, quantization, kind = MODELS[name]
+    vocab_size, kind, config = MODELS[name]
     shape = {"hidden_size": 96, "intermediate_size": 160, "vocab_size": vocab_size, "num_hidden_layers": 2}
     if kind is None:
         path = tiny_llama.write(tmp_path / "model", "bias", **shape)
@@ -271,13 +274,14 @@ def test_random_programs(tiny_llama, tmp_path, name):
         kinds = dict.fromkeys(tiny_llama.tensors({**tiny_llama.BASE, **shape}), kind)
         kinds = {name: kind for name in kinds if "norm" not in name}
         path = write_gguf(tiny_llama, tmp_path / "model.gguf", "plain", kinds=kinds, **shape)
-    options = {"block_size": BLOCK_SIZE, "max_model_len": CONTEXT, "kv_cache_memory": 4 << 20}
-    model = Model(load(path, dtype, quantization=quantization, **options))
+    options = {"max_model_len": CONTEXT, "kv_cache_memory": 4 << 20}
+    model = Model(load(path, **options, **config))
     happened = Counter()
 
     @OPTIONS
-    @given(limits=LIMITS, blocks=st.integers(15, 24), operations=st.lists(OPERATIONS, min_size=8, max_size=30))
-    def programs(limits, blocks, operations):
+    @given(limits=LIMITS, tokens=st.integers(120, 192), operations=st.lists(OPERATIONS, min_size=8, max_size=30))
+    def programs(limits, tokens, operations):
+        blocks = -(-tokens // model.runner.info.block_size)
         happened.update(run_program(model, limits, blocks, operations))
 
     programs()

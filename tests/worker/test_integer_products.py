@@ -13,14 +13,13 @@ from test_batch_invariance import check, check_preemption
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
-from trioengine.worker.kernels.integer_weights import IntegerWeight, can_multiply, join_integers, to_integers
-from trioengine.worker.kernels.linear import GROUP
+from trioengine.worker.kernels.integer_weights import GROUP, IntegerWeight, can_multiply, join_integers, to_integers
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.runner.linear_choice import LinearChoice
 from trioengine.worker.runner.model_weights import ModelSpec
 from trioengine.worker.weights import open_checkpoint
-from trioengine.worker.weights.blocks import read_integers
+from trioengine.worker.weights.blocks import dequantize_exact, read_integers
 
 KINDS = ["Q4_0", "Q4_1", "Q8_0", "Q5_1"]  # one of each form
 EXACT = [*KINDS, "Q5_0"]
@@ -76,12 +75,6 @@ def check_rows(linear, x, counts):
         assert torch.equal(linear(x[len(x) - rows :]), results[0][len(x) - rows :])
 
 
-def dequantized(weight):
-    """[rows, columns] in float32."""
-    groups = (weight.codes.int() - weight.zero).view(len(weight.codes), -1, GROUP) * weight.scales[..., None]
-    return (groups if weight.minima is None else groups + weight.minima[..., None]).flatten(1)
-
-
 def reference(x, values, bias):
     """The same quantized mathematics in float64; `values` are the weight's."""
     groups = x.float().view(len(x), -1, GROUP)
@@ -110,16 +103,21 @@ def test_the_largest_codes(instructions):
 
 
 @pytest.mark.parametrize("kind", EXACT)
-def test_nothing_is_lost(kind):
-    weight, exact = stored(kind, 48, 96)
-    assert torch.allclose(dequantized(weight), exact, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize(("rows", "columns"), [(48, 96), (1001, 1024)])
+def test_nothing_is_lost(kind, rows, columns):
+    """The numbers of the gguf package, to the bit; a large matrix is dequantized in pieces."""
+    data = quantized(kind, rows, columns, np.random.default_rng(0))
+    exact = torch.from_numpy(gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])).view(rows, columns)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = dequantize_exact(memoryview(data.tobytes()), kind, (rows, columns), dtype)
+        assert torch.equal(found, exact.to(dtype))
 
 
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_scales_of_two_factors_are_rounded(kind):
     weight, exact = stored(kind, 48, 512)
     assert weight.codes.max() == (15 if kind == "Q4_K" else 31)
-    assert torch.allclose(dequantized(weight), exact, rtol=0, atol=1e-3 * exact.abs().max())
+    assert torch.allclose(weight.dequantize(), exact, rtol=0, atol=1e-3 * exact.abs().max())
     assert weight.fits_float16 and torch.equal(weight.scales, weight.scales.half().float())
 
 
@@ -127,7 +125,7 @@ def test_six_bits_are_quantized_again():
     weight, exact = stored("Q6_K", 3000, 512)
     groups = exact.view(3000, -1, GROUP)
     steps = groups.abs().amax(dim=-1) / 127
-    assert ((dequantized(weight).view_as(groups) - groups).abs().amax(dim=-1) <= 0.51 * steps + 1e-6).all()
+    assert ((weight.dequantize().view_as(groups) - groups).abs().amax(dim=-1) <= 0.51 * steps + 1e-6).all()
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
@@ -180,14 +178,14 @@ def test_eight_bits_of_any_weight():
     values = torch.randn(32, 64)
     values[3] = 0
     weight = to_integers(values)
-    assert (dequantized(weight) - values).abs().max() < 0.02
-    assert dequantized(weight)[3].count_nonzero() == 0
+    assert (weight.dequantize() - values).abs().max() < 0.02
+    assert weight.dequantize()[3].count_nonzero() == 0
 
 
 def test_forms_that_can_be_joined_or_multiplied():
     parts = [stored(kind, 32, 256)[0] for kind in (*EXACT, "Q6_K")]
     whole = join_integers(parts)
-    assert torch.equal(dequantized(whole), torch.cat([dequantized(part) for part in parts]))
+    assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in parts]))
     assert (whole.bits, whole.zero, whole.fits_float16) == (8, 0, True)
     assert join_integers([parts[0], None]) is None
     assert join_integers([parts[0], parts[0]]).minima is None
@@ -292,20 +290,18 @@ def test_auto_takes_integers_where_they_are_fast_and_exact_enough(monkeypatch):
     assert takes_integers(dtype="auto", made=torch.float32)
     assert not takes_integers(dtype="float32", made=torch.float32)
     assert not takes_integers(share=0.5)
-    assert not takes_integers(kernels=TorchKernels(3))
+    assert not takes_integers(kernels=TorchKernels(3, torch.float32))
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
     assert not takes_integers()
     assert takes_integers("gguf")
 
 
-def test_none_makes_neither_integers_nor_four_bits():
-    linears = linears_of("none")
-    assert linears.takes_integers is False
-    assert linears.takes_four_bit is False
+def test_none_makes_no_integers():
+    assert linears_of("none").takes_integers is False
 
 
 def test_torch_kernels_have_products_of_torch():
-    assert linears_of(kernels=TorchKernels(3)).products is None
+    assert linears_of(kernels=TorchKernels(3, torch.float32)).products is None
     kernels = NativeKernels(*NATIVE, torch.float32, 16)
     assert linears_of("none", kernels=kernels).products is kernels.products
 

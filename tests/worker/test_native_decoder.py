@@ -31,10 +31,10 @@ def compiler():
 def load_both(monkeypatch):
     """Load a model twice: decoded in one call, and layer by layer."""
 
-    def load_twice(path, dtype, quantization):
-        at_once = load(path, dtype, quantization=quantization)
+    def load_twice(path, dtype, quantization, **config):
+        at_once = load(path, dtype, quantization=quantization, **config)
         monkeypatch.setattr(NativeKernels, "decoder", lambda kernels, *shape: LayerByLayer(kernels, *shape))
-        return at_once, load(path, dtype, quantization=quantization)
+        return at_once, load(path, dtype, quantization=quantization, **config)
 
     return load_twice
 
@@ -71,12 +71,20 @@ def test_as_layer_by_layer(tiny_llama, tmp_path, load_both, variant, dtype, quan
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("float32", "int8")])
-def test_threads_share_long_contexts(tiny_llama, tmp_path, load_both, dtype, quantization):
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "kv_cache_dtype"),
+    [
+        ("float32", "none", "auto"),
+        ("bfloat16", "none", "auto"),
+        ("float32", "int8", "auto"),
+        ("bfloat16", "none", "int8"),
+    ],
+)
+def test_threads_share_long_contexts(tiny_llama, tmp_path, load_both, dtype, quantization, kv_cache_dtype):
     """The bits are those of one thread that reads the segments in turn."""
     shape = {"hidden_size": 96, "intermediate_size": 224, "max_position_embeddings": 2048, "num_hidden_layers": 2}
     path = tiny_llama.write(tmp_path / "plain", "plain", **shape)
-    at_once, layer_by_layer = load_both(path, dtype, quantization)
+    at_once, layer_by_layer = load_both(path, dtype, quantization, kv_cache_dtype=kv_cache_dtype)
     rng = random.Random(0)
     sizes = (3 * SEGMENT_SIZE + 7, SEGMENT_SIZE - 3, SEGMENT_SIZE, 2 * SEGMENT_SIZE - 1, 5)
     prompts = [[rng.randrange(3, 200) for _ in range(size)] for size in sizes]

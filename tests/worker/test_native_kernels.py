@@ -7,12 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.torch_driver import needs_compiler
+from helpers.torch_driver import needs_compiler, spoil
 
+from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.worker.kernels import RMSNorm, RotaryTable
 from trioengine.worker.kernels.batch import ForwardBatch
-from trioengine.worker.kernels.kv_cache import KVCache
+from trioengine.worker.kernels.kv_cache import KVCache, KVLayout, dequantized, quantized
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.runner.model_weights import choose_kernels
@@ -52,9 +53,9 @@ def at_most(request):
     return request.param
 
 
-def make(shape=SHAPES[0], dtype=torch.float32, at_most=None):
+def make(shape=SHAPES[0], dtype=torch.float32, at_most=None, cache_dtype=None):
     heads, kv_heads, head_dim, block_size, less = shape
-    return NativeKernels(heads, kv_heads, head_dim, dtype, block_size, at_most or less)
+    return NativeKernels(heads, kv_heads, head_dim, dtype, block_size, at_most or less, cache_dtype)
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
@@ -70,12 +71,18 @@ def assert_close(found, expected, dtype):
 class Step:
     """Sequences of (new, context) tokens in a cache whose unused memory is nan, and their attention in float64."""
 
-    def __init__(self, shape, dtype, lengths, scale=1.0):
+    def __init__(self, shape, dtype, lengths, scale=1.0, cache_dtype=None, transposes_keys=True):
         self.heads, self.kv_heads, self.head_dim, block_size, _ = shape
         counts = [-(-context // block_size) for _, context in lengths]
         blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
         tables = np.zeros((len(lengths), max(counts)), dtype=np.int64)
-        layer = torch.full((sum(counts), 2 * self.kv_heads, block_size, self.head_dim), math.nan, dtype=dtype)
+        layout = KVLayout(cache_dtype or dtype, block_size, self.kv_heads, self.head_dim, transposes_keys)
+        self.cache = KVCache(layout, sum(counts), 1, torch.device("cpu"))
+        if transposes_keys:
+            spoil(self.cache)
+        else:  # torch's kernels read whole blocks, whose rest they have cleared
+            for tensor in (*self.cache.layers, *self.cache.scales):
+                tensor.zero_()
         tokens = sum(new for new, _ in lengths)
         self.tokens = randn(tokens, self.heads + 2 * self.kv_heads, self.head_dim, dtype=dtype) * scale
         slots, self.contexts, row = [], [], 0
@@ -84,11 +91,11 @@ class Step:
             at = [int(tables[index, p // block_size]) * block_size + p % block_size for p in range(context)]
             before = randn(context - new, 2 * self.kv_heads, self.head_dim, dtype=dtype, seed=index) * scale
             for slot, held in zip(at, before, strict=False):
-                layer[slot // block_size, :, slot % block_size] = held
+                self.put(slot, held)
             slots += at[context - new :]
-            self.contexts.append(torch.cat((before, self.tokens[row : row + new, self.heads :])))
+            context = torch.cat((before, self.tokens[row : row + new, self.heads :]))
+            self.contexts.append(context)
             row += new
-        self.cache = KVCache(len(layer), block_size, self.kv_heads, (layer,))
         query_lens, context_lens = np.array(lengths).T
         nothing = torch.empty(0, dtype=torch.int64)
         self.batch = ForwardBatch(
@@ -102,6 +109,28 @@ class Step:
             num_decodes=sum(new == 1 for new, _ in lengths),
             block_size=block_size,
         )
+
+    def put(self, slot, held):
+        """Keys and values [2 * kv_heads, head_dim], by torch."""
+        block, place = divmod(slot, self.cache.layout.block_size)
+        if self.cache.layout.is_quantized:
+            held, self.cache.scales[0][block, :, place] = quantized(held)
+        self.cache.keys(0)[block, :, place], self.cache.values(0)[block, :, place] = held.chunk(2)
+
+    def stored(self):
+        """[slots, 2 * kv_heads, head_dim], as the cache has them."""
+        return torch.cat((self.cache.keys(0), self.cache.values(0)), dim=1).transpose(1, 2).flatten(0, 1)
+
+    def stored_scales(self):
+        """[slots, 2 * kv_heads]."""
+        return self.cache.scales[0].transpose(1, 2).flatten(0, 1)
+
+    def read_contexts(self):
+        """Take the contexts of `expected` from a cache of integers."""
+        size = self.cache.layout.block_size
+        stored = dequantized(self.stored(), self.stored_scales(), torch.float32)
+        for index, (table, context) in enumerate(zip(self.batch.block_tables, self.batch.context_lens, strict=True)):
+            self.contexts[index] = stored[[int(table[p // size]) * size + p % size for p in range(context)]]
 
     def expected(self):
         results, row = [], 0
@@ -143,14 +172,10 @@ def test_attention(shape, dtype, lengths):
 def test_new_keys_and_values_are_stored():
     """Where the slots say, and nothing else is written."""
     step = Step(SHAPES[0], torch.float32, [(1, 20), (3, 18)])
-    before = step.cache.layers[0].clone()
+    expected, slots = step.stored(), step.batch.slot_mapping
     step.run(make())
-    flat = step.cache.layers[0].transpose(1, 2).flatten(0, 1)  # [slots, 2 * kv_heads, head_dim]
-    slots = step.batch.slot_mapping
-    assert torch.equal(flat[slots], step.tokens[:, step.heads :])
-    expected = before.transpose(1, 2).flatten(0, 1)
-    expected[slots] = flat[slots]
-    torch.testing.assert_close(flat, expected, rtol=0, atol=0, equal_nan=True)
+    expected[slots] = step.tokens[:, step.heads :]
+    torch.testing.assert_close(step.stored(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 10.0])
@@ -169,7 +194,7 @@ def test_the_largest_score_comes_last(at_most):
     step.tokens[0, step.heads :] = step.contexts[0][-1]
     table = step.batch.block_tables[0]
     for position in range(299):
-        step.cache.layers[0][int(table[position // 16]), :, position % 16] = step.contexts[0][position]
+        step.put(int(table[position // 16]) * 16 + position % 16, step.contexts[0][position])
     assert_close(step.run(make(at_most=at_most)), step.expected(), torch.float32)
 
 
@@ -190,15 +215,19 @@ def test_what_is_not_finite_stays_in_its_sequence(bits, at_most):
     assert found[1:].isfinite().all()
 
 
+IN_CHUNKS = [(SHAPES[0], 7), (SHAPES[1], 4), (SHAPES[1], 3)]  # of few rows keys and values are read in place
+
+
 @pytest.mark.parametrize("part", [0, 1])
-def test_a_token_that_is_not_finite_stays_behind_those_before_it(at_most, part):
+@pytest.mark.parametrize(("shape", "new"), IN_CHUNKS, ids=str)
+def test_a_token_that_is_not_finite_stays_behind_those_before_it(at_most, part, shape, new):
     """Its key or its value, in a chunk: the tokens before it have the bits that they have without it."""
-    step = Step(SHAPES[0], torch.float32, [(7, 60)])
-    without = step.run(make(at_most=at_most))
-    for place in range(7):
-        step = Step(SHAPES[0], torch.float32, [(7, 60)])
+    step = Step(shape, torch.float32, [(new, 60)])
+    without = step.run(make(shape, at_most=at_most))
+    for place in range(new):
+        step = Step(shape, torch.float32, [(new, 60)])
         step.tokens[place, step.heads + part * step.kv_heads :] = math.nan
-        found = step.run(make(at_most=at_most))
+        found = step.run(make(shape, at_most=at_most))
         assert torch.equal(found[:place], without[:place])
         assert found[place:].isnan().all(dim=-1).all()
 
@@ -209,11 +238,63 @@ def test_scores_that_are_minus_infinity(at_most):
     step.tokens[0, : step.heads].abs_()
     table = step.batch.block_tables[0]
     for position in range(100):
-        step.cache.layers[0][int(table[position // 16]), :3, position % 16] = -math.inf
+        step.cache.keys(0)[int(table[position // 16]), :, position % 16] = -math.inf
         step.contexts[0][position, :3] = -math.inf
     found, expected = step.run(make(at_most=at_most)), step.expected()
     assert expected.isfinite().all()
     assert_close(found, expected, torch.float32)
+
+
+# ---- a cache of integers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_to_integers(shape, dtype, lengths):
+    """Against the formula for the numbers that lie in the cache afterwards."""
+    step = Step(shape, dtype, lengths, cache_dtype=torch.int8)
+    found = step.run(make(shape, dtype, cache_dtype=torch.int8))
+    step.read_contexts()
+    assert_close(found, step.expected(), dtype)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_torch_attends_to_integers(dtype, lengths):
+    step = Step(SHAPES[0], dtype, lengths, cache_dtype=torch.int8, transposes_keys=False)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    found = step.run(TorchKernels(9, dtype))
+    step.read_contexts()
+    torch.testing.assert_close(found.double(), step.expected(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20, 1e-30, 1e-33, 0.0])
+def test_integers_are_the_nearest(dtype, at_most, scale):
+    """As torch's, but for numbers in the middle between two, which are rounded from other products.
+
+    Other slots keep their integers and scales.
+    """
+    step = Step(SHAPES[0], dtype, [(1, 20), (3, 18)], scale, cache_dtype=torch.int8)
+    integers, scales, slots = step.stored(), step.stored_scales(), step.batch.slot_mapping
+    integers[slots], scales[slots] = quantized(step.tokens[:, step.heads :])
+    step.run(make(dtype=dtype, at_most=at_most, cache_dtype=torch.int8))
+    torch.testing.assert_close(step.stored_scales(), scales, rtol=1e-6, atol=0, equal_nan=True)
+    differences = (step.stored().int() - integers.int()).abs()
+    assert differences.max() <= 1
+    assert differences.count_nonzero() <= 3
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize(("shape", "new"), IN_CHUNKS, ids=str)
+def test_numbers_that_are_not_finite_make_the_scale_nan(at_most, part, number, shape, new):
+    """Of a key or a value: the results of the tokens that see it are nan, and those of no others."""
+    for place in range(new):
+        step = Step(shape, torch.float32, [(new, 60), (2, 30)], cache_dtype=torch.int8)
+        step.tokens[place, step.heads + part * step.kv_heads : step.heads + (part + 1) * step.kv_heads, 5] = number
+        found = step.run(make(shape, at_most=at_most, cache_dtype=torch.int8))
+        assert found[:place].isfinite().all()
+        assert found[place:new].isnan().all()
+        assert found[new:].isfinite().all()
 
 
 def test_one_thread_and_many_agree():
@@ -269,7 +350,7 @@ def test_rotate(shape, dtype):
     make(shape, dtype).rotate_(found, heads + kv_heads, rotary, positions)
     exact = RotaryTable.__new__(RotaryTable)
     exact.table = rotary.table.double()
-    TorchKernels(heads).rotate_(expected, heads + kv_heads, exact, positions)
+    TorchKernels(heads, torch.float32).rotate_(expected, heads + kv_heads, exact, positions)
     assert_close(found, expected, dtype)
     assert torch.equal(found[:, heads + kv_heads :], tokens[:, heads + kv_heads :])
 
@@ -309,9 +390,11 @@ class Model:
     ],
 )
 def test_choice(asked, device, found):
-    assert choose_kernels(asked, Model(), torch.float32, torch.device(device), 16).name == found
+    config, dtype = WorkerConfig("", kernels=asked), torch.float32
+    assert choose_kernels(config, Model(), dtype, torch.device(device), dtype).name == found
 
 
 def test_native_kernels_on_a_gpu():
     with pytest.raises(ModelError, match="no native kernels: they are for the CPU, not for cuda; choose kernels auto"):
-        choose_kernels("native", Model(), torch.float32, torch.device("cuda"), 16)
+        config, dtype = WorkerConfig("", kernels="native"), torch.float32
+        choose_kernels(config, Model(), dtype, torch.device("cuda"), dtype)

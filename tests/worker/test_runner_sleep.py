@@ -203,7 +203,7 @@ def test_a_model_runs_on_after_its_weights_were_moved(tiny_llama, tmp_path, monk
     wanted = checkpoint.config.wanted_tensors()
     reader = WeightReader(checkpoint, wanted, torch.float32, torch.device("cpu"), lambda done, total: None)
     with torch.inference_mode():
-        model = LlamaModel(checkpoint.config, reader, TorchKernels(checkpoint.config.num_heads), 256)
+        model = LlamaModel(checkpoint.config, reader, TorchKernels(checkpoint.config.num_heads, torch.float32), 256)
     checkpoint.close()
     expected = answer(runner, tiny_llama.PROMPT)
     runner._weights._state = type(runner._weights._state)(model, reader.in_use())

@@ -1,18 +1,19 @@
 """The torch runner on tiny checkpoints: against transformers, against itself in pieces, and where it must refuse."""
 
+import itertools
 import math
 import random
 
 import pytest
 import torch
-from helpers.torch_driver import backend, generate, load, reference
+from helpers.torch_driver import backend, generate, load, reference, spoil
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.kernels import torch_kernels
-from trioengine.worker.kernels.kv_cache import KVCache
+from trioengine.worker.kernels.kv_cache import KVCache, KVLayout
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.runner.model_weights import choose_device, choose_dtype
 from trioengine.worker.scheduling.sequence import BlockCopy, ScheduledSequence, SchedulerOutput, Sequence
@@ -56,6 +57,23 @@ def test_logprob_is_that_of_transformers(tiny_llama, runner, variant):
     assert token.logprobs[0] == pytest.approx({VARIANTS[variant]["output"][0]: VARIANTS[variant]["logprob"]}, abs=1e-4)
 
 
+@pytest.mark.parametrize("pieces", [(90,), (60, 30), (89, 1)], ids=str)
+def test_a_cache_of_8_bits(tiny_llama, tmp_path, variant, options, pieces):
+    """Nearly as exact, for a prompt in chunks and for a single token, in a third of the memory."""
+    runner = load(tiny_llama.write(tmp_path, variant), kv_cache_memory=1 << 20, kv_cache_dtype="int8", **options)
+    model = runner._spec.model.text
+    per_block = 2 * model.num_layers * model.num_kv_heads * (model.head_dim + 4) * 16
+    assert (runner.info.kv_blocks_total, runner.info.kv_cache_dtype) == ((1 << 20) // per_block, "int8")
+    assert sum(tensor.nbytes for tensor in (*runner.cache.layers, *runner.cache.scales)) <= 1 << 20
+    params = ResolvedParams(temperature=0.0, seed=0, logprobs=0)
+    sequence = Sequence(0, 0, list(tiny_llama.PROMPT), 90, params, frozenset(), block_table=[3, 1, 4, 2, 9, 6])
+    for piece in pieces:
+        rows = runner.execute(SchedulerOutput((ScheduledSequence(sequence, piece),)))
+        sequence.num_computed_tokens += piece
+    expected = {VARIANTS[variant]["output"][0]: VARIANTS[variant]["logprob"]}
+    assert rows[0].logprobs[0] == pytest.approx(expected, abs=0.05)
+
+
 def test_batches_of_every_kind(tiny_llama, tmp_path, options):
     """Lengths of every kind together, with prefix cache and preemption: each answer is the one it has alone."""
     runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20, block_size=4, **options)
@@ -88,15 +106,20 @@ def test_bfloat16_runs(tiny_llama, tmp_path, options):
     assert answers[0][0] == VARIANTS["plain"]["output"][0]
 
 
-def test_what_lay_in_a_block_does_not_matter(tiny_llama, tmp_path, options):
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_what_lay_in_a_block_does_not_matter(tiny_llama, tmp_path, options, kv_cache_dtype):
     """A sequence that went bad leaves nan in its blocks; the next ones there, and its neighbours, do not see it."""
-    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20, **options)
-    with torch.inference_mode():
-        for tensor in runner.cache.layers:
-            tensor.fill_(math.nan)
+    path = tiny_llama.write(tmp_path, "plain")
+    runner = load(path, kv_cache_memory=4 << 20, kv_cache_dtype=kv_cache_dtype, **options)
     prompts = [tiny_llama.PROMPT, tiny_llama.PROMPT[:3], tiny_llama.PROMPT[:17]]
+    with torch.inference_mode():
+        for tensor in (*runner.cache.layers, *runner.cache.scales):
+            tensor.zero_()
+        expected, _ = generate(runner, prompts, 48)
+        spoil(runner.cache)
     answers, _ = generate(runner, prompts, 48)
-    assert answers[0] == VARIANTS["plain"]["output"]
+    assert answers == expected
+    assert kv_cache_dtype == "int8" or answers[0] == VARIANTS["plain"]["output"]
 
 
 def test_a_bad_row_fails_alone(tiny_llama, tmp_path, options):
@@ -112,17 +135,26 @@ def test_a_bad_row_fails_alone(tiny_llama, tmp_path, options):
     assert bad_token == RequestFailed(1, 11, "sampling_failed", "logits are not finite")
 
 
-def test_a_block_is_copied_as_far_as_it_is_shared():
+@pytest.mark.parametrize("transposes_keys", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_a_block_is_copied_as_far_as_it_is_shared(dtype, transposes_keys):
     """What lies behind may be not finite, and is read under a mask. All is read before any of it is written."""
-    shape = (4, 2, 3, 5)  # blocks, heads, tokens, head_dim
-    cache = KVCache(4, 3, 1, (torch.full(shape, math.nan), torch.full(shape, math.nan)))
-    for layer in cache.layers:
-        layer[0, :, :2] = 1.0
-        layer[1, :, :1] = 2.0
+    cache = KVCache(KVLayout(dtype, 3, 2, 5, transposes_keys), 4, 2, torch.device("cpu"))
+    spoil(cache)
+    for scales in cache.scales:
+        scales[0, :, :2], scales[1, :, :1] = 0.5, 0.25
+    spoilt = cache.keys(0)[3].clone()
+    parts = [part for layer in range(2) for part in (cache.keys(layer), cache.values(layer))]
+    for part in parts:
+        part[0, :, :2] = 1
+        part[1, :, :1] = 2
     cache.copy_blocks([BlockCopy(0, 1, 2), BlockCopy(1, 2, 1), BlockCopy(0, 0, 1)])
-    for layer in cache.layers:
-        assert layer[:3, 0, :, 0].tolist() == [[1, 0, 0], [1, 1, 0], [2, 0, 0]]
-        assert layer[3].isnan().all()
+    for part in parts:
+        for head, element in itertools.product(range(2), range(5)):
+            assert part[:3, head, :, element].tolist() == [[1, 0, 0], [1, 1, 0], [2, 0, 0]]
+        assert torch.equal(part[3], spoilt) or part[3].isnan().all()
+    for scales in cache.scales:
+        assert scales[:3, 3].tolist() == [[0.5, 0, 0], [0.5, 0.5, 0], [0.25, 0, 0]]
 
 
 def test_a_step_without_samples(tiny_llama, tmp_path):
@@ -140,6 +172,7 @@ def test_what_the_runner_says_of_itself(tiny_llama, tmp_path):
     assert runner.info.kv_blocks_total == (1 << 20) // per_block
     assert (runner.info.model_type, runner.info.device, runner.info.dtype) == ("llama", "cpu", "float32")
     assert (runner.info.vocab_size, runner.info.max_model_len, runner.info.block_size) == (200, 100, 16)
+    assert runner.info.kv_cache_dtype == "float32"
     assert progress[0][0] == 0
     assert progress[-1][0] == progress[-1][1] == sum(t.nbytes for t in tiny_llama.tensors(tiny_llama.BASE).values())
     assert load(path, kv_cache_memory=3 * per_block).info.max_model_len == 48  # what the cache holds

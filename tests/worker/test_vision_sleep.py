@@ -87,7 +87,9 @@ def test_all_weights_move_to_host_memory(directory, monkeypatch):
     wanted = checkpoint.config.wanted_tensors()
     reader = WeightReader(checkpoint, wanted, torch.float32, torch.device("cpu"), lambda done, total: None)
     with torch.inference_mode():
-        model = load_model(checkpoint.config, reader, TorchKernels(checkpoint.config.text.num_heads), 256)
+        model = load_model(
+            checkpoint.config, reader, TorchKernels(checkpoint.config.text.num_heads, torch.float32), 256
+        )
     checkpoint.close()
     runner._weights._state = type(runner._weights._state)(model, reader.in_use())
     before = features(runner)

@@ -16,6 +16,7 @@ from trioengine.core.errors import ModelError
 from trioengine.core.gguf import TensorType
 from trioengine.hub.llama_config import RopeScaling, RopeType, config_from_hf
 from trioengine.hub.model_config import Fields
+from trioengine.worker.kernels.linear import make_linear
 from trioengine.worker.models.llama import inverse_frequencies
 from trioengine.worker.weights import open_checkpoint
 
@@ -182,6 +183,35 @@ def test_every_gguf_type_is_dequantized(tiny_llama, tmp_path, kind):
     rounded = checkpoint.read("model.embed_tokens.weight", torch.bfloat16)
     assert torch.equal(rounded.nan_to_num(), values.bfloat16().nan_to_num())
     checkpoint.close()
+
+
+def test_integers_have_the_rotary_layout(tiny_llama, tmp_path):
+    """Their rows are in Hugging Face's order, as those of the tensors are."""
+    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
+    changes = {"hidden_size": 64, "num_hidden_layers": 1}
+    for kind in ("Q4_1", "Q8_0"):
+        path = write_gguf(tiny_llama, tmp_path / f"{kind}.gguf", "plain", kinds=dict.fromkeys(names, kind), **changes)
+        checkpoint = open_checkpoint(str(path))
+        for name in names:
+            integers = checkpoint.read_integers(name)
+            assert torch.equal(integers.dequantize(), checkpoint.read(name, torch.float32))
+        assert checkpoint.read_integers("model.layers.0.self_attn.o_proj.weight") is None
+        checkpoint.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_linear_layers_of_torch(dtype, with_bias, rows):
+    """Packed where the library can: the product, also of rows that do not lie one after the other."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(96, 64, generator=generator).to(dtype), torch.randn(96, generator=generator).to(dtype)
+    x = torch.randn(rows, 128, generator=generator).to(dtype)[:, :64]
+    expected = x.double() @ weight.double().t() + (bias.double() if with_bias else 0)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    found = make_linear(weight.clone(), bias if with_bias else None)(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=20 * tolerance)
 
 
 def _replace_embedding(path, blocks, kind):

@@ -345,6 +345,8 @@ class Runtime:
         self.gate.notify()
         state = "ready" if self.gate.power is Power.AWAKE else f"a worker has started ({self.gate.power.value})"
         integers = "" if limits.quantization == "none" else f", quantization {limits.quantization}"
+        if limits.kv_cache_dtype != limits.dtype:
+            integers += f", KV cache {limits.kv_cache_dtype}"
         logger.info("%s: %s on %s, %s kernels%s", state, self.config.model, limits.device, limits.kernels, integers)
         asked, has = self.config.max_model_len, limits.max_model_len
         if asked is not None and asked > has:

@@ -29,6 +29,7 @@ _THREADS_PER_CORE = 4
 DType: TypeAlias = Literal["auto", "float32", "bfloat16"]
 Kernels: TypeAlias = Literal["auto", "native", "torch"]
 Quantization: TypeAlias = Literal["auto", "none", "int8", "gguf"]
+KVCacheDType: TypeAlias = Literal["auto", "int8"]
 OnWorkerLoss: TypeAlias = Literal["resume", "fail"]
 _DEVICES = ("auto", "cpu", "cuda", *(f"cuda:{index}" for index in range(128)))
 _INTEGERS = {
@@ -72,6 +73,7 @@ class WorkerConfig:
     weight_version: int = 1  # the engine's number of the weights at model_path
     kernels: str = "auto"  # auto, native, torch
     quantization: str = "auto"  # auto, none, int8, gguf
+    kv_cache_dtype: str = "auto"  # auto: dtype; int8
     batch_invariant: bool = False  # an error unless logits have the same bits whatever shares a step
     asleep: tuple[Tag, ...] = ()  # not to be loaded before WAKE
 
@@ -105,6 +107,7 @@ class EngineConfig:
     num_threads: int | None = None  # of the worker, up to 4 for each core; None: torch's own choice
     kernels: Kernels = "auto"  # native, in C++, on a CPU where there is a compiler, else torch
     quantization: Quantization = "auto"  # gguf, int8: products of integers; auto: gguf where it is fast
+    kv_cache_dtype: KVCacheDType = "auto"  # auto: dtype; int8: 8-bit integers, with a scale for each token and head
     batch_invariant: bool = False  # an error unless answers have the same bits whatever shares a step: native kernels
     num_speculative_tokens: int = 0  # tokens drafted a step, at most, for requests that do not choose; 0: none
     startup_timeout: float = 120.0  # without progress while the worker loads
@@ -134,6 +137,8 @@ class EngineConfig:
             raise InvalidConfig.of("kernels", f"must be auto, native or torch, got {brief(self.kernels)}")
         if self.quantization not in ("auto", "none", "int8", "gguf"):
             raise InvalidConfig.of("quantization", f"must be auto, none, int8 or gguf, got {brief(self.quantization)}")
+        if self.kv_cache_dtype not in ("auto", "int8"):
+            raise InvalidConfig.of("kv_cache_dtype", f"must be auto or int8, got {brief(self.kv_cache_dtype)}")
         if self.on_worker_loss not in ("resume", "fail"):
             raise InvalidConfig.of("on_worker_loss", f"must be resume or fail, got {brief(self.on_worker_loss)}")
         for name in ("enable_prefix_caching", "batch_invariant"):
@@ -210,6 +215,7 @@ class EngineOptions(TypedDict, total=False):
     num_threads: int | None
     kernels: Kernels
     quantization: Quantization
+    kv_cache_dtype: KVCacheDType
     batch_invariant: bool
     num_speculative_tokens: int
     startup_timeout: float

@@ -154,6 +154,7 @@ class Ready:
     kernels: str  # native or torch
     weight_version: int = 1  # of the weights that the worker began with
     quantization: str = "none"  # of the weights in use: gguf, int8: products of integers
+    kv_cache_dtype: str = "float32"
 
 
 @dataclass(slots=True)  # one for each token: a frozen one takes four times as long to make

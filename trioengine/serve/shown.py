@@ -72,7 +72,7 @@ def _pace(name: str, count: int, num_timed: int, seconds: float) -> dict[str, An
 def fingerprint(engine: Engine, model: str) -> str:
     """Return a hash of the model, its weights, and the code that computes it."""
     ready, weights = engine.limits, engine.weights
-    code = ready.dtype, ready.device, ready.kernels, ready.quantization
+    code = ready.dtype, ready.device, ready.kernels, ready.quantization, ready.kv_cache_dtype
     return _fingerprint(model, str(weights.path).rpartition("/")[2], weights.version, *code)
 
 

@@ -181,6 +181,7 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
             weight_version=config.weight_version,
             kernels=info.kernels,
             quantization=info.quantization,
+            kv_cache_dtype=info.kv_cache_dtype,
         )
     )
     return core

@@ -101,7 +101,7 @@ class ProfiledSteps:
         model, cache, kernels = self._runner.model, self._runner.cache, self._spec.kernels
         with torch.inference_mode():
             cache.copy_blocks(output.copies)
-            batch = self._measure("batch", lambda: make_batch(output, self._spec.block_size, model.device))
+            batch = self._measure("batch", lambda: make_batch(output, self._spec.layout.block_size, model.device))
             attention = self._measure("batch", lambda: kernels.attention(batch, cache))
             hidden = self._measure("layers", lambda: model.forward(batch, attention))
             logits = self._measure("logits", lambda: model.logits(hidden))

@@ -90,6 +90,7 @@ def bench_offline(
         "model": config.model,
         "dtype": limits.dtype,
         "quantization": limits.quantization,
+        "kv_cache_dtype": limits.kv_cache_dtype,
         **work,
         **({"structured": True} if structured else {}),
         **figures,

@@ -84,12 +84,17 @@ class Attention(Protocol):
 class Kernels(Protocol):
     """One backend's kernels, for one model; all tensors are contiguous, and on the model's device.
 
-    The weights and the KV cache have one `dtype`. The residual stream is in float32.
+    The weights have one `dtype`, and the KV cache the same or int8. The residual stream is in float32.
     """
 
     @property
     def name(self) -> str:
         """The name in READY."""
+        ...
+
+    @property
+    def transposes_keys(self) -> bool:
+        """Whether it takes a KV cache with transposed keys (KVLayout)."""
         ...
 
     @property

@@ -1,83 +1,42 @@
 // Attention over the paged KV cache, for one model: HEAD_DIM, GROUP_SIZE (query heads that share keys and values),
-// TILE_SIZE (tokens of queries at a time), BLOCK_SIZE (tokens in a KV block), SEGMENT_SIZE (tokens of a context whose
-// sums are computed by themselves).
+// TILE_SIZE (tokens of queries at a time), CACHE_ELEMENT (ELEMENT or int8_t), BLOCK_SIZE (tokens in a KV block),
+// SEGMENT_SIZE (tokens of a context whose sums are computed by themselves).
 
 #pragma once
 
-#include "rows.h"
+#include "cache.h"
 
 namespace {
 
-template <int STEP>  // swaps the blocks off the diagonal, in every square of 2 * STEP lanes
-inline void swap_blocks(Floats *square) {
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) {
-        if (i & STEP) continue;
-        const Floats a = square[i], b = square[i + STEP];
-        Ints upper, lower;
-        for (int j = 0; j < LANES; j++) {
-            upper[j] = j & STEP ? j - STEP + LANES : j;
-            lower[j] = j & STEP ? j + LANES : j + STEP;
-        }
-        square[i] = __builtin_shuffle(a, b, upper);
-        square[i + STEP] = __builtin_shuffle(a, b, lower);
-    }
-}
-
-inline void transpose(Floats *square) {
-    if constexpr (LANES > 8) swap_blocks<8>(square);
-    if constexpr (LANES > 4) swap_blocks<4>(square);
-    swap_blocks<2>(square);
-    swap_blocks<1>(square);
-}
-
-// ---- attention ----
-
-constexpr int PARTS = (HEAD_DIM + LANES - 1) / LANES;  // of a head, in lanes
-constexpr int REST = HEAD_DIM - (PARTS - 1) * LANES;   // elements of the last part
-constexpr int STRIP = 4;                               // rows whose sums are in registers together
-constexpr int QUERIES = (TILE_SIZE * GROUP_SIZE + STRIP - 1) / STRIP * STRIP;
+constexpr int STRIP = 4;  // rows whose sums are in registers together, at most
+constexpr int QUERIES = TILE_SIZE * GROUP_SIZE;
 constexpr int WIDE = INSTRUCTIONS >= AVX512 && PARTS % 4 == 0 ? 4 : PARTS % 3 == 0 ? 3 : PARTS % 2 == 0 ? 2 : 1;
 constexpr int KEYS = 64;  // between two looks at the maximum
 constexpr int GROUPS = KEYS / LANES;
 
-inline int part_size(int part) { return part == PARTS - 1 ? REST : LANES; }
-
 struct Tile {
     int64_t sequence, row, tokens, context;  // the first token's row in the batch; the context of the last one
-};
-
-// One head of keys and values, and where its blocks are.
-struct Context {
-    const Element *cache;  // the layer's, at this head's keys in the first block
-    int64_t kv_heads;
-    const int64_t *table;
-
-    const Element *keys(int64_t position) const {
-        const int64_t block = table[position / BLOCK_SIZE];
-        return cache + (block * 2 * kv_heads * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM;
-    }
-    const Element *values(int64_t position) const { return keys(position) + kv_heads * BLOCK_SIZE * HEAD_DIM; }
 };
 
 // Of a tile's queries over some tokens, by weights exp(score - largest score): the sums of weighted values, and of
 // weights.
 struct SegmentSums {
     Floats results[QUERIES][PARTS];
-    float largest[QUERIES], totals[QUERIES];
+    Floats totals[QUERIES];  // of the tokens in each lane
+    float largest[QUERIES];
 
     void clear(int rows) {
         for (int r = 0; r < rows; r++) {
             for (int p = 0; p < PARTS; p++) results[r][p] = Floats{};
             largest[r] = -INFINITY;
-            totals[r] = 0;
+            totals[r] = Floats{};
         }
     }
 
     // Adds the sums over the tokens behind these.
     void merge(const SegmentSums &next, int rows) {
         for (int r = 0; r < rows; r++) {
-            if (next.totals[r] == 0) continue;  // the query is before these tokens
+            if (sum(next.totals[r]) == 0) continue;  // the query is before these tokens
             const float top = std::max(largest[r], next.largest[r]), base = top == -INFINITY ? 0 : top;
             const float ours = exponential(all(largest[r] - base))[0];
             const float theirs = exponential(all(next.largest[r] - base))[0];
@@ -90,9 +49,64 @@ struct SegmentSums {
     void write(const Tile &tile, Element *out, int64_t stride) const {
         for (int r = 0; r < tile.tokens * GROUP_SIZE; r++) {
             Element *to = out + r / GROUP_SIZE * stride + r % GROUP_SIZE * HEAD_DIM;
-            for (int p = 0; p < PARTS; p++) store_lanes(to + p * LANES, results[r][p] / totals[r], part_size(p));
+            const float total = sum(totals[r]);
+            for (int p = 0; p < PARTS; p++) store_lanes(to + p * LANES, results[r][p] / total, part_size(p));
         }
     }
+};
+
+// Some tokens of a context, copied: keys with a token a lane, values with an element a lane. Lanes of keys behind the
+// tokens hold anything.
+class CopiedTokens {
+  public:
+    void read(const HeadCache &cache, int64_t start, int count, int64_t) {
+        for (int k = 0; k < count; k += RUN) {
+            const CacheElement *keys = cache.keys(start + k);
+            float *to = (float *)keys_[k / LANES] + k % LANES;
+            for (int d = 0; d < HEAD_DIM; d++) store_lanes(to + d * LANES, load(keys + d * BLOCK_SIZE, RUN), RUN);
+        }
+        for (int k = 0; k < count; k++) {
+            const CacheElement *values = cache.values(start + k);
+            for (int p = 0; p < PARTS; p++) values_[k][p] = load(values + p * LANES, part_size(p));
+        }
+    }
+    Floats key(int group, int element) const { return keys_[group][element]; }
+    Floats value(int token, int part) const { return values_[token][part]; }
+
+  private:
+    Floats keys_[GROUPS][HEAD_DIM];
+    Floats values_[KEYS][PARTS];
+};
+
+// The same numbers, read from the cache each time, for which a group of LANES tokens must lie in one block.
+class TokensInPlace {
+  public:
+    // Tokens up to `end` will be read next.
+    void read(const HeadCache &cache, int64_t start, int count, int64_t end) {
+        for (int k = 0; k < count; k += LANES) {
+            const int64_t next = start + k + KEYS < end ? start + k + KEYS : start + k;
+            keys_[k / LANES] = cache.keys(start + k);
+            values_[k / LANES] = cache.values(start + k);
+            next_keys_[k / LANES] = cache.keys(next);
+            next_values_[k / LANES] = cache.values(next);
+        }
+    }
+    Floats key(int group, int element) const {
+        if (element * BLOCK_SIZE * sizeof(CacheElement) % LINE == 0)
+            __builtin_prefetch(next_keys_[group] + element * BLOCK_SIZE);
+        return load(keys_[group] + element * BLOCK_SIZE);
+    }
+    Floats value(int token, int part) const {
+        const int64_t place = token % LANES * HEAD_DIM + part * LANES;
+        if (part * LANES * sizeof(CacheElement) % LINE == 0)
+            __builtin_prefetch(next_values_[token / LANES] + place);
+        return load(values_[token / LANES] + place, part_size(part));
+    }
+
+  private:
+    static constexpr int LINE = 64;  // bytes
+
+    const CacheElement *keys_[GROUPS], *values_[GROUPS], *next_keys_[GROUPS], *next_values_[GROUPS];
 };
 
 // Attention of a tile's queries, which for each token are a group of heads, by an online softmax (arXiv 1805.02867,
@@ -102,76 +116,85 @@ class TileAttention {
   public:
     TileAttention(const Tile &tile, const Element *queries, int64_t stride, float scale)
         : rows_(tile.tokens * GROUP_SIZE), first_(tile.context - tile.tokens) {
-        for (int r = 0; r < padded(); r++) {
+        for (int r = 0; r < rows_; r++) {
             const Element *query = queries + r / GROUP_SIZE * stride + r % GROUP_SIZE * HEAD_DIM;
-            for (int p = 0; p < PARTS; p++) {
-                const Floats part = r < rows_ ? load(query + p * LANES, part_size(p)) : Floats{};
-                ((Floats *)queries_[r])[p] = part * scale;
-            }
+            for (int p = 0; p < PARTS; p++) ((Floats *)queries_[r])[p] = load(query + p * LANES, part_size(p)) * scale;
         }
     }
 
-    void attend(const Context &context, int64_t segment, SegmentSums &sums) {
-        sums.clear(padded());
+    void attend(const HeadCache &cache, int64_t segment, SegmentSums &sums) {
+        sums.clear(rows_);
         const int64_t end = std::min(seen_by(rows_ - 1), (segment + 1) * SEGMENT_SIZE);
         for (int64_t start = segment * SEGMENT_SIZE; start < end; start += KEYS) {
             const int here = int(std::min<int64_t>(KEYS, end - start));
-            read(context, start, here);
-            for (int r = 0; r < padded(); r += STRIP) {
-                const int count = seen_here(r + STRIP - 1, start, here);
-                if (count == 0) continue;
-                score(r, count);
-                for (int i = r; i < r + STRIP; i++) weigh(i, seen_here(i, start, here), count, sums);
-                add_values(r, start, here, sums);
-            }
+            if constexpr (IS_QUANTIZED) read_scales(cache, start, here);
+            if constexpr (RUN == LANES && GROUP_SIZE <= STRIP)
+                if (rows_ <= STRIP) {
+                    attend_tokens(cache, in_place_, start, here, end, sums);
+                    continue;
+                }
+            attend_tokens(cache, copied_, start, here, end, sums);
         }
     }
 
   private:
-    int padded() const { return (rows_ + STRIP - 1) / STRIP * STRIP; }
-    int64_t seen_by(int r) const { return first_ + std::min(r, rows_ - 1) / GROUP_SIZE + 1; }  // tokens
+    int64_t seen_by(int r) const { return first_ + r / GROUP_SIZE + 1; }  // tokens
     int seen_here(int r, int64_t start, int here) const {
         return int(std::clamp<int64_t>(seen_by(r) - start, 0, here));
     }
 
-    // Keys with a token a lane, values with an element a lane; behind the context its last token again.
-    void read(const Context &context, int64_t start, int count) {
-        for (int k = 0; k < count; k += LANES) {
-            int64_t positions[LANES];
-            for (int i = 0; i < LANES; i++) positions[i] = start + std::min(k + i, count - 1);
-            for (int p = 0; p < PARTS; p++) {
-                Floats square[LANES];
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++)
-                    square[i] = load(context.keys(positions[i]) + p * LANES, part_size(p));
-                transpose(square);
-                for (int i = 0; i < LANES; i++) keys_[k / LANES][p * LANES + i] = square[i];
-            }
-            for (int i = 0; i < LANES; i++)
-                for (int p = 0; p < PARTS; p++)
-                    values_[k + i][p] = load(context.values(positions[i]) + p * LANES, part_size(p));
+    void read_scales(const HeadCache &cache, int64_t start, int count) {
+        for (int k = 0; k < count; k += RUN) {
+            std::memcpy((float *)key_scales_ + k, cache.key_scales(start + k), RUN * sizeof(float));
+            std::memcpy((float *)value_scales_ + k, cache.value_scales(start + k), RUN * sizeof(float));
         }
     }
 
-    void score(int r, int count) {
+    template <class Tokens>
+    void attend_tokens(const HeadCache &cache, Tokens &tokens, int64_t start, int here, int64_t end,
+                       SegmentSums &sums) {
+        tokens.read(cache, start, here, end);
+        int r = 0;
+        for (; r + STRIP <= rows_; r += STRIP) attend_strip<STRIP>(tokens, r, start, here, sums);
+        switch (rows_ - r) {
+            case 3: return attend_strip<3>(tokens, r, start, here, sums);
+            case 2: return attend_strip<2>(tokens, r, start, here, sums);
+            case 1: return attend_strip<1>(tokens, r, start, here, sums);
+        }
+    }
+
+    template <int ROWS, class Tokens>
+    void attend_strip(const Tokens &tokens, int r, int64_t start, int here, SegmentSums &sums) {
+        const int count = seen_here(r + ROWS - 1, start, here);
+        if (count == 0) return;
+        score<ROWS>(tokens, r, count);
+        for (int i = r; i < r + ROWS; i++) weigh(i, seen_here(i, start, here), count, sums);
+        add_values<ROWS>(tokens, r, start, here, sums);
+    }
+
+    template <int ROWS, class Tokens>
+    void score(const Tokens &tokens, int r, int count) {
+        constexpr int AT_ONCE = ROWS == STRIP ? 2 : 4;  // groups of keys, so many that the latency of sums is hidden
         const int groups = (count + LANES - 1) / LANES;
-        for (int g = 0; g < groups; g += 2) {
-            const int h = std::min(g + 1, groups - 1);  // two at a time hide the latency of sums
-            Floats a[STRIP]{}, b[STRIP]{};
-            for (int d = 0; d < PARTS * LANES; d++)
+        for (int g = 0; g < groups; g += AT_ONCE) {
+            int group[AT_ONCE];  // the last one again, where there are no more
+            for (int j = 0; j < AT_ONCE; j++) group[j] = std::min(g + j, groups - 1);
+            Floats sums[ROWS][AT_ONCE]{};
+            for (int d = 0; d < HEAD_DIM; d++) {
+                Floats keys[AT_ONCE];
+                for (int j = 0; j < AT_ONCE; j++) keys[j] = tokens.key(group[j], d);
 #pragma GCC unroll 4
-                for (int i = 0; i < STRIP; i++) {
-                    a[i] += queries_[r + i][d] * keys_[g][d];
-                    b[i] += queries_[r + i][d] * keys_[h][d];
-                }
-            for (int i = 0; i < STRIP; i++) {
-                scores_[r + i][g] = a[i];
-                scores_[r + i][h] = b[i];
+                for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 4
+                    for (int j = 0; j < AT_ONCE; j++) sums[i][j] += queries_[r + i][d] * keys[j];
             }
+            for (int i = 0; i < ROWS; i++)
+                for (int j = 0; j < AT_ONCE; j++)
+                    scores_[r + i][group[j]] = IS_QUANTIZED ? sums[i][j] * key_scales_[group[j]] : sums[i][j];
         }
     }
 
-    // Scores of the first `seen` keys become weights, those behind are nothing.
+    // Scores of the first `seen` keys become weights.
     void weigh(int r, int seen, int count, SegmentSums &sums) {
         Ints lane;
         for (int i = 0; i < LANES; i++) lane[i] = i;
@@ -182,8 +205,9 @@ class TileAttention {
         const float now = largest(top), base = now == -INFINITY ? 0 : now;
         Floats total{};
         for (int g = 0; g < groups; g++) {
-            scores_[r][g] = lane + g * LANES < seen ? exponential(scores_[r][g] - base) : Floats{};
-            total += scores_[r][g];
+            const Floats weights = lane + g * LANES < seen ? exponential(scores_[r][g] - base) : Floats{};
+            total += weights;
+            scores_[r][g] = IS_QUANTIZED ? weights * value_scales_[g] : weights;
         }
         if (now > sums.largest[r]) {
             const float shrunk = exponential(all(sums.largest[r] - now))[0];
@@ -191,26 +215,30 @@ class TileAttention {
             for (int p = 0; p < PARTS; p++) sums.results[r][p] *= shrunk;
             sums.largest[r] = now;
         }
-        sums.totals[r] += sum(total);
+        sums.totals[r] += total;
     }
 
     // A key that not all rows of the strip see is left to those that do: 0 times a value that is not finite is nan.
-    void add_values(int r, int64_t start, int here, SegmentSums &to) {
-        int seen[STRIP];  // ascending
-        for (int i = 0; i < STRIP; i++) seen[i] = seen_here(r + i, start, here);
+    template <int ROWS, class Tokens>
+    void add_values(const Tokens &tokens, int r, int64_t start, int here, SegmentSums &to) {
+        int seen[ROWS];  // ascending
+        for (int i = 0; i < ROWS; i++) seen[i] = seen_here(r + i, start, here);
         const float *weights = (const float *)scores_[r];
         for (int first = 0; first < PARTS; first += WIDE) {
-            Floats sums[STRIP][WIDE];
-            for (int i = 0; i < STRIP; i++)
+            Floats sums[ROWS][WIDE];
+            for (int i = 0; i < ROWS; i++)
                 for (int p = 0; p < WIDE; p++) sums[i][p] = to.results[r + i][first + p];
-            for (int k = 0; k < seen[0]; k++)
+            for (int k = 0; k < seen[0]; k++) {
+                Floats values[WIDE];
+                for (int p = 0; p < WIDE; p++) values[p] = tokens.value(k, first + p);
 #pragma GCC unroll 4
-                for (int i = 0; i < STRIP; i++)
-                    for (int p = 0; p < WIDE; p++) sums[i][p] += weights[i * KEYS + k] * values_[k][first + p];
-            for (int i = 1; i < STRIP; i++)
+                for (int i = 0; i < ROWS; i++)
+                    for (int p = 0; p < WIDE; p++) sums[i][p] += weights[i * KEYS + k] * values[p];
+            }
+            for (int i = 1; i < ROWS; i++)
                 for (int k = seen[0]; k < seen[i]; k++)
-                    for (int p = 0; p < WIDE; p++) sums[i][p] += weights[i * KEYS + k] * values_[k][first + p];
-            for (int i = 0; i < STRIP; i++)
+                    for (int p = 0; p < WIDE; p++) sums[i][p] += weights[i * KEYS + k] * tokens.value(k, first + p);
+            for (int i = 0; i < ROWS; i++)
                 for (int p = 0; p < WIDE; p++) to.results[r + i][first + p] = sums[i][p];
         }
     }
@@ -219,23 +247,17 @@ class TileAttention {
     const int64_t first_;  // position of the first token
     alignas(64) float queries_[QUERIES][PARTS * LANES];
     Floats scores_[QUERIES][GROUPS];
-    Floats keys_[GROUPS][PARTS * LANES];
-    Floats values_[KEYS][PARTS];
+    Floats key_scales_[GROUPS], value_scales_[GROUPS];  // of a quantized cache
+    CopiedTokens copied_;
+    TokensInPlace in_place_;
 };
-
-// The keys and values behind a token's queries, to its slot.
-inline void store_token(const Element *heads, int64_t kv_heads, int64_t slot, Element *cache) {
-    const Element *from = heads + kv_heads * GROUP_SIZE * HEAD_DIM;
-    Element *to = cache + (slot / BLOCK_SIZE * 2 * kv_heads * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM;
-    for (int64_t h = 0; h < 2 * kv_heads; h++)
-        std::memcpy(to + h * BLOCK_SIZE * HEAD_DIM, from + h * HEAD_DIM, HEAD_DIM * sizeof(Element));
-}
 
 // All tiles of a step in one layer. heads and out are those of the batch, tables [sequences, width].
 struct Tiles {
     const Tile *tiles;
     int64_t count, kv_heads;
-    const Element *heads, *cache;
+    const Element *heads;
+    LayerCache cache;
     const int64_t *tables;
     int64_t width;
     float scale;
@@ -247,10 +269,10 @@ struct Tiles {
     void attend(const Tile &tile, int64_t head, int64_t first, int64_t last, SegmentSums *sums) const {
         const int64_t stride = (GROUP_SIZE + 2) * kv_heads * HEAD_DIM;
         TileAttention attention(tile, heads + tile.row * stride + head * GROUP_SIZE * HEAD_DIM, stride, scale);
-        const Context context{cache + head * BLOCK_SIZE * HEAD_DIM, kv_heads, tables + tile.sequence * width};
+        const HeadCache cached{cache, kv_heads, head, tables + tile.sequence * width};
         SegmentSums next;
         for (int64_t segment = first; segment < last; segment++) {
-            attention.attend(context, segment, segment == first ? *sums : next);
+            attention.attend(cached, segment, segment == first ? *sums : next);
             if (segment > first) sums->merge(next, rows(tile));
         }
     }

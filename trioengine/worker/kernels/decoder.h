@@ -37,7 +37,7 @@ struct Step {
     int64_t num_tiles;
     const int64_t *tables;  // [sequences, width]
     int64_t width;
-    Element *const *caches;      // one for each layer
+    const LayerCache *caches;    // one for each layer
     const int64_t *output_rows;  // [outputs]: the tokens that go through all of the last layer
     int64_t outputs;
     Element *delta;  // [tokens, size]: the embeddings; then what is to be added to the hidden states
@@ -93,7 +93,7 @@ void normalize(float *hidden, const Element *delta, const Norm &norm, int64_t ro
     }
 }
 
-void attend(const Decoder &d, const Step &s, Element *cache, const Scratch &scratch) {
+void attend(const Decoder &d, const Step &s, const LayerCache &cache, const Scratch &scratch) {
     const int64_t all_heads = (GROUP_SIZE + 2) * d.kv_heads;
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < s.tokens; t++) {

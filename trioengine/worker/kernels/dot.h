@@ -8,10 +8,6 @@
 
 #include "lanes.h"
 
-#if INSTRUCTIONS
-#include <immintrin.h>
-#endif
-
 namespace {
 
 using Bytes = uint8_t __attribute__((vector_size(4 * LANES)));

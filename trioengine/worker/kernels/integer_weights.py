@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trioengine.worker.kernels.linear import GROUP, joined
+from trioengine.worker.kernels.linear import joined
 
+GROUP = 32  # columns of a row that share a scale
 PANEL = 16  # outputs whose codes lie together
 _PANELS = 2  # that are read together
 _PAIRS = 32  # of panels that are packed at a time
@@ -35,6 +36,14 @@ class IntegerWeight:
         if self.minima is not None:
             largest = largest + self.minima.abs()
         return bool((GROUP * largest <= torch.finfo(torch.float16).max).all())  # nan is not
+
+    def dequantize(self) -> Tensor:
+        """[rows, columns], float32."""
+        groups = self.codes.view(-1, self.scales.shape[1], GROUP).float().sub_(self.zero)
+        groups.mul_(self.scales[..., None])
+        if self.minima is not None:
+            groups.add_(self.minima[..., None])
+        return groups.flatten(1)
 
     def totals(self) -> Tensor:
         """The sums of the weights of each group: [rows, columns / GROUP], float32."""

@@ -15,8 +15,6 @@
 
 namespace {
 
-using SmallInts = int8_t __attribute__((vector_size(LANES)));
-
 constexpr int GROUP = 32;
 constexpr int PANEL = 16;
 constexpr int STEPS = GROUP / 4;
@@ -147,12 +145,6 @@ inline void integer_task(const Activations &x, const Weight &w, int64_t row, int
 }
 
 // ---- activations ----
-
-// The nearest integers, ties to even, of products below 2 ** 22; where the CPU can, the products are not rounded before.
-inline Floats rounded_product(Floats v, float factor) {
-    const Floats shift = all(12582912.0f);  // 1.5 * 2 ** 23
-    return v * factor + shift - shift;
-}
 
 // Numbers that are not finite, or have such a range, make the scale of their group nan, and with it all results of their row.
 inline void quantize_group(const Element *x, int64_t at, const Activations &to) {

@@ -1,4 +1,4 @@
-"""The KV cache: its tensors, and how many blocks the memory holds."""
+"""The KV cache: its tensors, their quantization, and how many blocks the memory holds."""
 
 from __future__ import annotations
 
@@ -12,59 +12,109 @@ from torch import Tensor
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
-from trioengine.hub.model_config import TextConfig
 from trioengine.worker.scheduling.sequence import BlockCopy
 
 _CPU_SHARE = 4  # a quarter of the free memory,
 _CPU_LIMIT = 4 << 30  # and at most 4 GiB
+_SCALE = torch.float32
+_MOST = 127  # of the integers' magnitude
+_LEAST = 1e-30  # of a head's largest magnitude: below all its integers are 0
 
 
 @dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The layout of a layer: a tensor of [num_blocks, 2 * num_kv_heads, block_size * head_dim], keys first."""
+
+    dtype: torch.dtype  # the model's, or int8: `quantized`
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    transposes_keys: bool  # whether a block's keys are [head_dim, block_size], not [block_size, head_dim] as its values
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether each token's integers have a scale."""
+        return self.dtype == torch.int8
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token in a layer."""
+        return 2 * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + _SCALE.itemsize * self.is_quantized)
+
+
 class KVCache:
-    """Keys and values, a tensor a layer: [num_blocks, 2 * num_kv_heads, block_size, head_dim], keys first.
+    """Keys and values of every layer.
 
     The memory is not touched before a block is used, and holds anything at all until then.
     """
 
-    num_blocks: int
-    block_size: int
-    num_kv_heads: int
-    layers: tuple[Tensor, ...]
-
-    @staticmethod
-    def allocate(
-        model: TextConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> KVCache:
+    def __init__(self, layout: KVLayout, num_blocks: int, num_layers: int, device: torch.device) -> None:
         """Reserve the memory. Raises ModelError if it cannot be had."""
-        shape = (num_blocks, 2 * model.num_kv_heads, block_size, model.head_dim)
+        self.layout = layout
+        shape = (num_blocks, 2 * layout.num_kv_heads)
+        elements, scales = (*shape, layout.block_size * layout.head_dim), (*shape, layout.block_size)
         try:
-            layers = tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(model.num_layers))
+            self.layers = [torch.empty(elements, dtype=layout.dtype, device=device) for _ in range(num_layers)]
+            self.scales = [  # [num_blocks, 2 * num_kv_heads, block_size], a tensor a layer; none: not quantized
+                torch.empty(scales, dtype=_SCALE, device=device) for _ in range(num_layers * layout.is_quantized)
+            ]
         except RuntimeError as exc:  # torch's for a lack of memory, also on a GPU
-            size = math.prod(shape) * dtype.itemsize * model.num_layers
+            size = num_blocks * layout.block_size * layout.token_bytes * num_layers
             raise ModelError(
                 f"{size} bytes for the KV cache cannot be had on {device}: lower kv_cache_memory (--kv-cache-memory)"
             ) from exc
-        return KVCache(num_blocks, block_size, model.num_kv_heads, layers)
+
+    def keys(self, layer: int) -> Tensor:
+        """A view: [num_blocks, num_kv_heads, block_size, head_dim]."""
+        layout = self.layout
+        keys = self.layers[layer][:, : layout.num_kv_heads]
+        if layout.transposes_keys:
+            return keys.view(*keys.shape[:2], layout.head_dim, layout.block_size).transpose(2, 3)
+        return keys.view(*keys.shape[:2], layout.block_size, layout.head_dim)
+
+    def values(self, layer: int) -> Tensor:
+        """A view: [num_blocks, num_kv_heads, block_size, head_dim]."""
+        layout = self.layout
+        values = self.layers[layer][:, layout.num_kv_heads :]
+        return values.view(*values.shape[:2], layout.block_size, layout.head_dim)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks of every layer at once: a block that is both source and target is read first."""
         if copies:
             device = self.layers[0].device
             sources, targets, counts = torch.tensor(copies, device=device).unbind(1)
-            behind = torch.arange(self.block_size, device=device) >= counts[:, None]  # [num_copies, block_size]
-            for layer in self.layers:
-                held = layer.index_select(0, sources).masked_fill_(behind[:, None, :, None], 0.0)
-                layer.index_copy_(0, targets, held)
+            behind = torch.arange(self.layout.block_size, device=device) >= counts[:, None]  # [num_copies, block_size]
+            behind = behind[:, None, :, None]
+            for layer in range(len(self.layers)):
+                for part in (self.keys(layer), self.values(layer)):
+                    part.index_copy_(0, targets, part.index_select(0, sources).masked_fill_(behind, 0))
+            for scales in self.scales:
+                scales.index_copy_(0, targets, scales.index_select(0, sources).masked_fill_(behind[..., 0], 0))
 
 
-def count_blocks(
-    config: WorkerConfig, model: TextConfig, dtype: torch.dtype, device: torch.device, weights: int
-) -> int:
+def quantized(heads: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest integers of each head [..., head_dim] by its largest magnitude, and their scales [...].
+
+    The scale of a head whose numbers are not all finite is nan.
+    """
+    most = heads.float().abs().amax(dim=-1)
+    is_finite = most.isfinite()
+    factors = torch.where(is_finite & (most > _LEAST), _MOST / most, 0.0)
+    steps = heads.double() * factors.double().unsqueeze(-1)  # exact products, as of a fused multiplication and addition
+    integers = torch.where(is_finite.unsqueeze(-1), steps, 0.0).round_().to(torch.int8)
+    return integers, torch.where(is_finite, most / _MOST, math.nan)
+
+
+def dequantized(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers of integers [..., head_dim] and their scales [...]."""
+    return torch.mul(integers, scales.unsqueeze(-1), out=torch.empty_like(integers, dtype=dtype))
+
+
+def count_blocks(config: WorkerConfig, layout: KVLayout, num_layers: int, device: torch.device, weights: int) -> int:
     """Return how many blocks the memory holds beside `weights` bytes. Raises ModelError if it holds none."""
     if config.kv_blocks is not None:
         return config.kv_blocks
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
-    per_block = per_token * config.block_size
+    per_block = num_layers * layout.token_bytes * layout.block_size
     memory = config.kv_cache_memory
     if memory is None:
         memory = _free_on_cuda(config, device, weights, per_block) if device.type == "cuda" else _free_on_cpu()

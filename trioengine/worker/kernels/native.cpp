@@ -1,5 +1,5 @@
-// The CPU's kernels, compiled for one model: ELEMENT (float or bfloat16), HEAD_DIM, GROUP_SIZE, TILE_SIZE, BLOCK_SIZE and
-// SEGMENT_SIZE (attention.h).
+// The CPU's kernels, compiled for one model: ELEMENT (float or bfloat16), CACHE_ELEMENT, HEAD_DIM, GROUP_SIZE, TILE_SIZE,
+// BLOCK_SIZE and SEGMENT_SIZE (attention.h).
 //
 // All is computed in float32, a register of numbers at a time (lanes.h), in GCC's vector extension, and products by the
 // best instructions (dot.h). Not compiled with -ffast-math: what is not finite must be seen, in its sequence and in no
@@ -11,18 +11,18 @@ extern "C" {
 
 // ---- one operation a call, by native_kernels.py: the reference of decoder.h ----
 
-// heads [tokens, (group_size + 2) * kv_heads, head_dim]; cache [blocks, 2 * kv_heads, block_size, head_dim].
-void store(const Element *heads, int64_t tokens, int64_t kv_heads, const int64_t *slots, Element *cache) {
+// heads [tokens, (group_size + 2) * kv_heads, head_dim].
+void store(const Element *heads, int64_t tokens, int64_t kv_heads, const int64_t *slots, const LayerCache *cache) {
     const int64_t width = (GROUP_SIZE + 2) * kv_heads * HEAD_DIM;
 #pragma omp parallel for schedule(static) if (tokens > 1)
-    for (int64_t t = 0; t < tokens; t++) store_token(heads + t * width, kv_heads, slots[t], cache);
+    for (int64_t t = 0; t < tokens; t++) store_token(heads + t * width, kv_heads, slots[t], *cache);
 }
 
 // tables [sequences, width]; out [tokens, group_size * kv_heads, head_dim].
-void attend(const Element *heads, int64_t kv_heads, const Element *cache, const int64_t *tables, int64_t width,
+void attend(const Element *heads, int64_t kv_heads, const LayerCache *cache, const int64_t *tables, int64_t width,
             const Tile *tiles, int64_t num_tiles, float scale, Element *out) {
 #pragma omp parallel
-    attend_tiles({tiles, num_tiles, kv_heads, heads, cache, tables, width, scale, out});
+    attend_tiles({tiles, num_tiles, kv_heads, heads, *cache, tables, width, scale, out});
 }
 
 // Bytes of the sums of a tile over a segment.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import zip_longest
 from typing import Protocol
 
 import numpy as np
@@ -21,25 +22,35 @@ class Library(Protocol):
 
     native: ctypes.CDLL
     dtype: torch.dtype
+    cache_dtype: torch.dtype
     group_size: int  # query heads that share keys and values
     tile_size: int  # tokens of queries at a time
 
 
+class LayerCacheAddress(ctypes.Structure):
+    """cache.h's LayerCache."""
+
+    _fields_ = (("elements", ctypes.c_void_p), ("scales", ctypes.c_void_p))
+
+
 class NativeAttention:
-    """One step's attention: keys and values are read in place, a tile of queries at a time."""
+    """One step's attention to the blocks of the KV cache, a tile of queries at a time."""
 
     def __init__(self, library: Library, batch: ForwardBatch, cache: KVCache) -> None:
-        self._library, self.cache = library, cache
+        self._library = library
+        self._cache = cache  # the memory at the addresses
+        self._num_kv_heads = cache.layout.num_kv_heads
+        self.caches = _caches(library, cache)
         self.slots = batch.slot_mapping
         self.tables = torch.from_numpy(batch.block_tables)
         self.tiles = _tiles(batch, library.tile_size)
         self.num_segments = -(-int(batch.context_lens.max()) // SEGMENT_SIZE)  # of a sequence, at most
 
     def forward(self, layer: int, heads: Tensor) -> Tensor:
-        library, kv_heads = self._library, self.cache.num_kv_heads
+        library, kv_heads = self._library, self._num_kv_heads
         tokens, _, head_dim = heads.shape
         result = heads.new_empty((tokens, library.group_size * kv_heads * head_dim))
-        at, cache = address(heads, library.dtype), address(self.cache.layers[layer], library.dtype)
+        at, cache = address(heads, library.dtype), ctypes.byref(self.caches[layer])
         library.native.store(at, tokens, kv_heads, self.slots.data_ptr(), cache)
         library.native.attend(
             at,
@@ -53,6 +64,16 @@ class NativeAttention:
             result.data_ptr(),
         )
         return result
+
+
+def _caches(library: Library, cache: KVCache) -> ctypes.Array[LayerCacheAddress]:
+    """The addresses of every layer."""
+    if not cache.layout.transposes_keys:
+        raise InvariantError("a native kernel got a KV cache whose keys are not transposed")
+    elements = [address(layer, library.cache_dtype) for layer in cache.layers]
+    scales = [address(scales, torch.float32) for scales in cache.scales]
+    layers = zip_longest(elements, scales)  # none: null
+    return (LayerCacheAddress * len(elements))(*(LayerCacheAddress(*layer) for layer in layers))
 
 
 def _tiles(batch: ForwardBatch, size: int) -> Tensor:

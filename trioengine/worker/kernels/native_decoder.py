@@ -114,8 +114,9 @@ class NativeDecoder:
         rows, dtype = batch.output_rows, self._products.dtype
         if len(rows) > tokens:
             raise InvariantError(f"a batch of {tokens} tokens has {len(rows)} output rows")
+        if len(attention.caches) != len(self._layers):
+            raise InvariantError(f"a KV cache of {len(attention.caches)} layers for {len(self._layers)}")
         result = embeddings.new_empty((len(rows), size))
-        caches = (_ADDRESS * len(self._layers))(*(address(layer, dtype) for layer in attention.cache.layers))
         step = _Step(
             tokens,
             address(batch.positions, torch.int64),
@@ -124,7 +125,7 @@ class NativeDecoder:
             len(attention.tiles),
             address(attention.tables, torch.int64),
             attention.tables.shape[1],
-            ctypes.addressof(caches),
+            ctypes.addressof(attention.caches),
             address(rows, torch.int64),
             len(rows),
             address(embeddings, dtype),

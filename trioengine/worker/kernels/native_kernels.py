@@ -19,7 +19,7 @@ from trioengine.worker.kernels.native_decoder import NativeDecoder
 from trioengine.worker.kernels.products import Products
 
 _SOURCE = Path(__file__).with_name("native.cpp")
-_ELEMENTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+_ELEMENTS = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.int8: "int8_t"}
 _TILE_BYTES = 72 << 10  # of queries, scores and results, in float32
 _KEYS, _LANES = 64, 16  # of attention.h, at most
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -38,6 +38,7 @@ class NativeKernels:
     """The calls into native.cpp, during which other threads run."""
 
     name = "native"
+    transposes_keys = True
     is_batch_invariant = True  # each row by the same operations, in the order of its columns and its context
 
     def __init__(
@@ -48,20 +49,23 @@ class NativeKernels:
         dtype: torch.dtype,
         block_size: int,
         at_most: str | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         """Load the library, compiled now if it never was before. Raises KernelsUnavailable, with the reason.
 
-        `at_most`: the best instructions that products take, of dot.h; None: this CPU's.
+        `at_most`: the best instructions that the kernels use, of lanes.h; None: this CPU's. `cache_dtype`: the KV
+        cache's, `dtype` or int8; None: `dtype`.
         """
         self.group_size = num_heads // num_kv_heads
         row_bytes = 4 * (2 * -(-head_dim // _LANES) * _LANES + _KEYS)
         self.tile_size = max(1, _TILE_BYTES // (row_bytes * self.group_size))  # tokens
-        self.dtype = dtype
+        self.dtype, self.cache_dtype = dtype, cache_dtype or dtype
         macros: dict[str, str | int] = {
             "ELEMENT": _ELEMENTS[dtype],
             "HEAD_DIM": head_dim,
             "GROUP_SIZE": self.group_size,
             "TILE_SIZE": self.tile_size,
+            "CACHE_ELEMENT": _ELEMENTS[self.cache_dtype],
             "BLOCK_SIZE": block_size,
             "SEGMENT_SIZE": SEGMENT_SIZE,
         }

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from trioengine.core.errors import InvariantError
-from trioengine.worker.kernels.integer_weights import IntegerWeight, pack_integers
-from trioengine.worker.kernels.linear import GROUP
+from trioengine.worker.kernels.integer_weights import GROUP, IntegerWeight, pack_integers
 from trioengine.worker.kernels.native_attention import address
 
 _ROW_GROUP = 4  # floats.h's, or more

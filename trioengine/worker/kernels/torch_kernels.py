@@ -17,18 +17,19 @@ from trioengine.hub.model_config import TextConfig
 from trioengine.worker.kernels import Attention, Decoder, DecoderWeights, RMSNorm, RotaryTable
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.decoder import LayerByLayer
-from trioengine.worker.kernels.kv_cache import KVCache
+from trioengine.worker.kernels.kv_cache import KVCache, dequantized, quantized
 
 
 class TorchKernels:
     """The reference."""
 
     name = "torch"
+    transposes_keys = False
     is_batch_invariant = False  # attention's products are padded to the longest context beside it
 
-    def __init__(self, num_heads: int) -> None:
+    def __init__(self, num_heads: int, dtype: torch.dtype) -> None:
         """For a model with that many heads of queries."""
-        self._num_heads = num_heads
+        self._num_heads, self._dtype = num_heads, dtype
 
     def add_norm(self, hidden: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
         """By way of the vector norm: torch's own rms_norm takes nine kernels on the CPU, and twice the time."""
@@ -50,7 +51,7 @@ class TorchKernels:
         return silu(gate).mul_(up)
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
-        return TorchAttention(batch, cache, self._num_heads)
+        return TorchAttention(batch, cache, self._num_heads, self._dtype)
 
     def decoder(self, config: TextConfig, weights: DecoderWeights) -> Decoder:
         return LayerByLayer(self, config, weights)
@@ -87,12 +88,13 @@ class _Prefill:
 class TorchAttention:
     """Blocks are gathered into dense keys and values, a few sequences at a time."""
 
-    def __init__(self, batch: ForwardBatch, cache: KVCache, num_heads: int) -> None:
+    def __init__(self, batch: ForwardBatch, cache: KVCache, num_heads: int, dtype: torch.dtype) -> None:
         self._cache = cache
-        self._kv_heads, self._block_size, self._head_dim = cache.num_kv_heads, *cache.layers[0].shape[2:]
+        layout = cache.layout
+        self._kv_heads, self._block_size, self._head_dim = layout.num_kv_heads, layout.block_size, layout.head_dim
         self._group_size = num_heads // self._kv_heads
         self._scale = self._head_dim**-0.5
-        self._dtype, self._device = cache.layers[0].dtype, cache.layers[0].device
+        self._dtype, self._device = dtype, cache.layers[0].device
         self._slots = self._slot_rows(batch)
         self._fresh = self._fresh_blocks(batch)
         self._groups = list(self._decode_groups(batch))
@@ -124,7 +126,7 @@ class TorchAttention:
     def _decode_groups(self, batch: ForwardBatch) -> list[_DecodeGroup]:
         groups = []
         at_once = _CPU_GATHER_BYTES if self._device.type == "cpu" else _GPU_GATHER_BYTES
-        bytes_per_block = self._kv_heads * self._block_size * self._head_dim * self._dtype.itemsize
+        bytes_per_block = self._kv_heads * self._block_size * self._head_dim * self._dtype.itemsize  # as it is gathered
         start = 0
         while start < batch.num_decodes:
             num_blocks = -(-int(batch.context_lens[start]) // self._block_size)
@@ -178,32 +180,49 @@ class TorchAttention:
 
     def forward(self, layer: int, heads: Tensor) -> Tensor:
         num_heads = self._kv_heads * self._group_size
-        query, key_value = heads[:, :num_heads], heads[:, num_heads:]
-        cache = self._cache.layers[layer]
-        if self._fresh is not None:
-            cache.index_fill_(0, self._fresh, 0.0)
-        cache.view(-1, self._head_dim).index_copy_(0, self._slots, key_value.reshape(-1, self._head_dim))
+        query, key_value = heads[:, :num_heads], self._store(layer, heads[:, num_heads:])
         if len(self._groups) == 1 and not self._prefills:
-            return self._decode(self._groups[0], query, cache)
+            return self._decode(self._groups[0], query, layer)
         result = query.new_empty((query.shape[0], query.shape[1] * self._head_dim))
         for group in self._groups:
-            result[group.start : group.stop] = self._decode(group, query[group.start : group.stop], cache)
+            result[group.start : group.stop] = self._decode(group, query[group.start : group.stop], layer)
         for prefill in self._prefills:
             rows = slice(prefill.start, prefill.stop)
-            attended = self._prefill(prefill, query[rows], key_value[rows], cache)
+            attended = self._prefill(prefill, query[rows], key_value[rows], layer)
             result[rows].view(attended.shape).copy_(attended)
         return result
 
-    def _gather(self, cache: Tensor, rows: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+    def _store(self, layer: int, key_value: Tensor) -> Tensor:
+        """The new keys and values [num_tokens, 2 * num_kv_heads, head_dim], as the cache has them then."""
+        cache = self._cache
+        numbers = key_value
+        if cache.scales:
+            numbers, scales = quantized(key_value)
+            key_value = dequantized(numbers, scales, self._dtype)
+            self._write(cache.scales[layer], scales.reshape(-1))
+        self._write(cache.layers[layer], numbers.reshape(-1, self._head_dim))
+        return key_value
+
+    def _write(self, cached: Tensor, new: Tensor) -> None:
+        """`new` [num_tokens * 2 * num_kv_heads, …] to its slots; a block that is begun is cleared before."""
+        if self._fresh is not None:
+            cached.index_fill_(0, self._fresh, 0)
+        cached.view(-1, *new.shape[1:]).index_copy_(0, self._slots, new)
+
+    def _gather(self, layer: int, rows: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
         """Keys and values, each [pairs, num_blocks * block_size, head_dim]; a pair is a sequence and a head."""
-        flat = cache.view(-1, self._block_size * self._head_dim)
-        keys, values = flat.index_select(0, rows).view(2, pairs, -1, self._head_dim).unbind()
+        cache = self._cache
+        both = cache.layers[layer].flatten(0, 1).index_select(0, rows).view(2, pairs, -1, self._head_dim)
+        if cache.scales:
+            scales = cache.scales[layer].flatten(0, 1).index_select(0, rows).view(2, pairs, -1)
+            both = dequantized(both, scales, self._dtype)
+        keys, values = both.unbind()
         return keys, values
 
-    def _decode(self, group: _DecodeGroup, query: Tensor, cache: Tensor) -> Tensor:
+    def _decode(self, group: _DecodeGroup, query: Tensor, layer: int) -> Tensor:
         sequences = group.stop - group.start
         pairs = sequences * self._kv_heads
-        keys, values = self._gather(cache, group.rows, pairs)
+        keys, values = self._gather(layer, group.rows, pairs)
         if sequences == 1:
             return self._decode_one(query, keys[:, : group.longest], values[:, : group.longest])
         heads = query.reshape(pairs, self._group_size, self._head_dim)
@@ -214,15 +233,15 @@ class TorchAttention:
         heads = query.reshape(1, self._kv_heads, self._group_size, self._head_dim)
         return F.scaled_dot_product_attention(heads, keys[None], values[None]).reshape(1, -1)
 
-    def _prefill(self, prefill: _Prefill, query: Tensor, key_value: Tensor, cache: Tensor) -> Tensor:
+    def _prefill(self, prefill: _Prefill, query: Tensor, key_value: Tensor, layer: int) -> Tensor:
         """[num_new, num_kv_heads, group_size, head_dim], a view."""
         heads = query.view(len(query), self._kv_heads, self._group_size, self._head_dim).permute(1, 2, 0, 3)
         if prefill.products_mask is not None:  # of whole blocks: softmax is twice as fast for rows of 16 * n scores
-            keys, values = self._gather(cache, prefill.rows, self._kv_heads)
+            keys, values = self._gather(layer, prefill.rows, self._kv_heads)
             grouped = heads.reshape(self._kv_heads, -1, self._head_dim)
             result = self._products(grouped, keys, values, prefill.products_mask).view(heads.shape)
         elif prefill.fused_mask is not None:
-            keys, values = self._gather(cache, prefill.rows, self._kv_heads)
+            keys, values = self._gather(layer, prefill.rows, self._kv_heads)
             end = prefill.context_len
             result = self._fused(heads, keys[:, :end], values[:, :end], prefill.fused_mask)
         else:

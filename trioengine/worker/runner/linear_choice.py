@@ -33,7 +33,6 @@ class LinearChoice:
             self._products,
             takes_integers=self._takes_integers(checkpoint),
             quantizes=self._quantization == "int8",
-            takes_four_bit=self._quantization == "auto",
         )
 
     def quantization_of(self, checkpoint: Checkpoint) -> str:

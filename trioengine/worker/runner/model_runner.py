@@ -38,8 +38,9 @@ class TorchModelRunner:
             vocab_size=spec.model.text.vocab_size,
             max_model_len=spec.max_model_len,
             kv_blocks_total=spec.num_blocks,
-            block_size=spec.block_size,
+            block_size=spec.layout.block_size,
             quantization=spec.quantization,
+            kv_cache_dtype=str(spec.layout.dtype).removeprefix("torch."),
             vision=vision_of(spec),
         )
         self.processing = spec.model.images  # None: the model takes no images
@@ -78,7 +79,7 @@ class TorchModelRunner:
             cache.copy_blocks(output.copies)
             if output.encode:
                 encode_tiles(output.encode, self._vision_model)
-            batch = make_batch(output, self._spec.block_size, model.device)
+            batch = make_batch(output, self._spec.layout.block_size, model.device)
             hidden = model.forward(batch, self._spec.kernels.attention(batch, cache))
             num_samples = len(batch.sample_rows)
             logits = model.logits(hidden[:num_samples])

@@ -14,7 +14,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from trioengine.core.errors import InvariantError, ModelError
 from trioengine.hub.model_config import ModelConfig, TextConfig
 from trioengine.worker.kernels import Kernels
 from trioengine.worker.kernels.compiler import CompilerMissing, KernelsUnavailable
-from trioengine.worker.kernels.kv_cache import KVCache, count_blocks
+from trioengine.worker.kernels.kv_cache import KVCache, KVLayout, count_blocks
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.models import Model, load_model
@@ -50,7 +50,7 @@ class ModelSpec:
     dtype: torch.dtype
     max_model_len: int  # tokens; never more than the KV cache holds
     num_blocks: int
-    block_size: int
+    layout: KVLayout
     kernels: Kernels
     linears: LinearChoice
     quantization: str  # of the checkpoint that is loaded first
@@ -64,14 +64,15 @@ class ModelSpec:
             model = checkpoint.config
             _check_pillow(config.model_path, model)
             weights = sum(map(math.prod, model.wanted_tensors().values())) * dtype.itemsize
-            num_blocks = count_blocks(config, model.text, dtype, device, weights)
+            layout = _layout_of(config, model.text, dtype)
+            num_blocks = count_blocks(config, layout, model.text.num_layers, device, weights)
             limits = (model.text.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
             max_model_len = min(limit for limit in limits if limit is not None)
-            kernels = choose_kernels(config.kernels, model.text, dtype, device, config.block_size)
+            kernels = choose_kernels(config, model.text, dtype, device, layout.dtype)
+            layout = replace(layout, transposes_keys=kernels.transposes_keys)
             linears = LinearChoice(config, kernels)
-            blocks = num_blocks, config.block_size
             quantization = linears.quantization_of(checkpoint)
-            return ModelSpec(model, device, dtype, max_model_len, *blocks, kernels, linears, quantization)
+            return ModelSpec(model, device, dtype, max_model_len, num_blocks, layout, kernels, linears, quantization)
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[Checkpoint]:
@@ -88,7 +89,7 @@ class ModelSpec:
 
     def allocate_cache(self) -> KVCache:
         """The KV cache; ModelError where the memory cannot be had."""
-        return KVCache.allocate(self.model.text, self.num_blocks, self.block_size, self.dtype, self.device)
+        return KVCache(self.layout, self.num_blocks, self.model.text.num_layers, self.device)
 
 
 def choose_device(name: str) -> torch.device:
@@ -110,20 +111,30 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.float32 if name == "float32" else torch.bfloat16
 
 
-def choose_kernels(name: str, model: TextConfig, dtype: torch.dtype, device: torch.device, block_size: int) -> Kernels:
+def choose_kernels(
+    config: WorkerConfig, model: TextConfig, dtype: torch.dtype, device: torch.device, cache_dtype: torch.dtype
+) -> Kernels:
     """`auto`: native on a CPU with a compiler, else torch. ModelError: `native` is asked for, and cannot be had."""
+    name = config.kernels
     if name == "torch" or (name == "auto" and device.type != "cpu"):
-        return TorchKernels(model.num_heads)
+        return TorchKernels(model.num_heads, dtype)
     try:
         if device.type != "cpu":
             raise KernelsUnavailable(f"they are for the CPU, not for {device}")
-        return NativeKernels(model.num_heads, model.num_kv_heads, model.head_dim, dtype, block_size)
+        shape = model.num_heads, model.num_kv_heads, model.head_dim
+        return NativeKernels(*shape, dtype, config.block_size, cache_dtype=cache_dtype)
     except KernelsUnavailable as exc:
         if name == "native":
             raise ModelError(f"there are no native kernels: {exc}; choose kernels auto or torch") from exc
         if not isinstance(exc, CompilerMissing):  # a missing compiler is common, and reported by doctor
             sys.stderr.write(f"trioengine: no native kernels, torch's are slower: {exc}\n")
-        return TorchKernels(model.num_heads)
+        return TorchKernels(model.num_heads, dtype)
+
+
+def _layout_of(config: WorkerConfig, model: TextConfig, dtype: torch.dtype) -> KVLayout:
+    """The layout for kernels that do not transpose keys."""
+    cache_dtype = torch.int8 if config.kv_cache_dtype == "int8" else dtype
+    return KVLayout(cache_dtype, config.block_size, model.num_kv_heads, model.head_dim, transposes_keys=False)
 
 
 def _check_pillow(path: str, model: ModelConfig) -> None:

@@ -373,4 +373,5 @@ class ModelInfo:
     kv_blocks_total: int
     block_size: int
     quantization: str = "none"
+    kv_cache_dtype: str = "float32"
     vision: Vision | None = None  # None: the model takes no images

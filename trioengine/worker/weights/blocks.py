@@ -8,7 +8,7 @@ fifth bits of all codes are in bytes of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,23 +17,11 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from trioengine.worker.kernels.integer_weights import IntegerWeight, stack_integers, to_integers
-from trioengine.worker.kernels.linear import GROUP, FourBitWeight
+from trioengine.worker.kernels.integer_weights import GROUP, IntegerWeight, stack_integers, to_integers
 
 Array: TypeAlias = NDArray[Any]
 _PIECE = 1 << 20  # bytes that are read at a time, in several times their memory
 _PARTS = 8  # of a block of 256 columns
-
-
-def read_four_bit(data: memoryview, kind: str, shape: tuple[int, ...]) -> FourBitWeight | None:
-    """Read the matrix of `shape` as Q4_0 or Q4_1 stores it; None for another type, or another rank than 2."""
-    if kind not in ("Q4_0", "Q4_1"):
-        return None
-    weight = read_integers(data, kind, shape)
-    if weight is None:
-        return None
-    minima = weight.scales * -weight.zero if weight.minima is None else weight.minima
-    return FourBitWeight(weight.codes, weight.scales, minima)
 
 
 def read_integers(data: memoryview, kind: str, shape: tuple[int, ...]) -> IntegerWeight | None:
@@ -44,11 +32,25 @@ def read_integers(data: memoryview, kind: str, shape: tuple[int, ...]) -> Intege
     """
     if len(shape) != 2 or kind not in INTEGER_KINDS:
         return None
+    return stack_integers(list(_pieces(data, kind, shape)))
+
+
+def dequantize_exact(data: memoryview, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a matrix of one of EXACT_KINDS, dequantized some rows at a time."""
+    result = torch.empty(shape, dtype=dtype)
+    start = 0
+    for piece in _pieces(data, kind, shape):
+        end = start + len(piece.codes)
+        result[start:end] = piece.dequantize()
+        start = end
+    return result
+
+
+def _pieces(data: memoryview, kind: str, shape: tuple[int, ...]) -> Iterator[IntegerWeight]:
     rows = np.frombuffer(data, dtype=np.uint8).reshape(shape[0], -1)
     step = max(1, _PIECE // rows.shape[1])
-    return stack_integers(
-        [_read_rows(rows[start : start + step], kind, shape[1]) for start in range(0, len(rows), step)]
-    )
+    for start in range(0, len(rows), step):
+        yield _read_rows(rows[start : start + step], kind, shape[1])
 
 
 def _read_rows(rows: Array, kind: str, num_columns: int) -> IntegerWeight:
@@ -112,6 +114,7 @@ _READERS: dict[str, Callable[[Array], _Parts]] = {
     "Q5_K": _q5_k,
 }
 INTEGER_KINDS = frozenset((*_READERS, "Q6_K"))
+EXACT_KINDS = INTEGER_KINDS - {"Q4_K", "Q5_K", "Q6_K"}  # whose numbers the integers have
 
 
 def _numbers(blocks: Array, count: int) -> list[Array]:

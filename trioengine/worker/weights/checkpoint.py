@@ -16,14 +16,7 @@ from torch import Tensor
 from trioengine.core.errors import ModelError
 from trioengine.hub.model_config import ModelConfig
 from trioengine.worker.kernels.integer_weights import IntegerWeight, can_multiply, join_integers, to_integers
-from trioengine.worker.kernels.linear import (
-    FourBitWeight,
-    Linear,
-    join_four_bit,
-    joined,
-    make_linear,
-    wants_four_bit,
-)
+from trioengine.worker.kernels.linear import Linear, joined, make_linear
 from trioengine.worker.kernels.products import Products
 from trioengine.worker.scheduling.sequence import OnProgress
 
@@ -55,10 +48,6 @@ class Checkpoint(Protocol):
         """The tensor in `dtype`, on the CPU; never a view of the file."""
         ...
 
-    def read_four_bit(self, name: str) -> FourBitWeight | None:
-        """The tensor as it is stored, where that is in four bits; else None."""
-        ...
-
     @property
     def integer_share(self) -> float:
         """The share of the matrices that `read_integers` gives."""
@@ -80,7 +69,6 @@ class LinearOptions:
     products: Products | None = None  # None: torch's
     takes_integers: bool = False  # of `products`, where weights are stored so
     quantizes: bool = False  # weights that are stored otherwise, to integers
-    takes_four_bit: bool = True  # of torch, for few rows
 
 
 class WeightReader:
@@ -131,10 +119,7 @@ class WeightReader:
                 self._count(f"{name}.weight")
             return stored
         weight = self._give(joined([self._read(f"{name}.weight") for name in names]))
-        four_bit = None
-        if self._linears.takes_four_bit and self._linears.products is None and wants_four_bit(weight):
-            four_bit = join_four_bit(self._checkpoint.read_four_bit(f"{name}.weight") for name in names)
-        return self._make(weight, bias, four_bit)
+        return self._make(weight, bias)
 
     def linear_of(self, weight: Tensor, name: str) -> Linear:
         """A layer of the weight that `tensor` has returned for `NAME.weight`, as an embedding that is the head too."""
@@ -150,10 +135,10 @@ class WeightReader:
             return None
         return options.products.make_integer(weight, bias)
 
-    def _make(self, weight: Tensor, bias: Tensor | None = None, four_bit: FourBitWeight | None = None) -> Linear:
+    def _make(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         products = self._linears.products
         if products is None:
-            return make_linear(weight, bias, four_bit)
+            return make_linear(weight, bias)
         if self._linears.quantizes and can_multiply(weight.shape) and (integers := to_integers(weight)).fits_float16:
             return products.make_integer(integers, bias)
         return products.make(weight, bias)

@@ -1,0 +1,65 @@
+"""Measure the native attention of one layer: microseconds, and the rate at which keys and values are read.
+
+Usage, with the root in PYTHONPATH: python tests/worker/attention_rates.py [THREADS]
+
+For steps of one new token, and of a chunk of a prompt, behind contexts of several lengths, in every dtype of the KV
+cache; the shape is the default model's. There are as many layers, so that steps of one token read memory.
+"""
+
+import statistics
+import sys
+import time
+
+import numpy as np
+import torch
+
+from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.kv_cache import KVCache, KVLayout
+from trioengine.worker.kernels.native_kernels import NativeKernels
+from trioengine.worker.roof import measure_roof
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 9, 3, 64, 16
+LAYERS = 30
+DTYPES = ((torch.float32, None), (torch.float32, torch.int8), (torch.bfloat16, None), (torch.bfloat16, torch.int8))
+STEPS = ((1, 512), (1, 2048), (1, 8000), (256, 2048), (256, 8000))  # new tokens, context
+
+
+def make_step(new: int, context: int) -> ForwardBatch:
+    nothing = torch.empty(0, dtype=torch.int64)
+    blocks = torch.randperm(-(-context // BLOCK), generator=torch.Generator().manual_seed(0))
+    slots = [int(blocks[place // BLOCK]) * BLOCK + place % BLOCK for place in range(context - new, context)]
+    return ForwardBatch(
+        nothing, nothing, torch.tensor(slots), nothing, blocks[None].numpy(), np.array([new]), np.array([context]),
+        int(new == 1), BLOCK,
+    )  # fmt: skip
+
+
+def main() -> None:
+    torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    peak = measure_roof(0.5)
+    print(f"{torch.get_num_threads()} threads; memory: {peak}")
+    for dtype, cache_dtype in DTYPES:
+        kernels = NativeKernels(HEADS, KV_HEADS, HEAD_DIM, dtype, BLOCK, cache_dtype=cache_dtype)
+        layout = KVLayout(kernels.cache_dtype, BLOCK, KV_HEADS, HEAD_DIM, kernels.transposes_keys)
+        for new, context in STEPS:
+            cache = KVCache(layout, -(-context // BLOCK), LAYERS, torch.device("cpu"))
+            for tensor in (*cache.layers, *cache.scales):
+                tensor.fill_(1)
+            heads = torch.randn(new, HEADS + 2 * KV_HEADS, HEAD_DIM).to(dtype)
+            attention = kernels.attention(make_step(new, context), cache)
+            times = []
+            for _ in range(2 + 600 // (new + 20)):
+                began = time.process_time()
+                for layer in range(LAYERS):
+                    attention.forward(layer, heads)
+                times.append((time.process_time() - began) / LAYERS)
+            seconds = statistics.median(times[1:])
+            rate = context * layout.token_bytes / seconds / 1e9
+            print(
+                f"{dtype}, cache {layout.dtype}: {new} of {context}: {1e6 * seconds:.0f} us, {rate:.1f} GB/s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

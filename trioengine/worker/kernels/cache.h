@@ -1,0 +1,96 @@
+// The paged KV cache of a layer, in blocks of BLOCK_SIZE tokens. A block's keys are transposed, [HEAD_DIM, BLOCK_SIZE], so
+// that scores of LANES tokens are computed at once; its values are [BLOCK_SIZE, HEAD_DIM].
+
+#pragma once
+
+#include <numeric>
+
+#include "rows.h"
+
+namespace {
+
+using CacheElement = CACHE_ELEMENT;
+
+constexpr bool IS_QUANTIZED = !std::is_same_v<CacheElement, Element>;
+constexpr int PARTS = (HEAD_DIM + LANES - 1) / LANES;  // of a head, in lanes
+constexpr int REST = HEAD_DIM - (PARTS - 1) * LANES;   // elements of the last part
+constexpr int RUN = std::gcd(BLOCK_SIZE, LANES);       // tokens of a group of lanes that lie side by side
+
+inline int part_size(int part) { return part == PARTS - 1 ? REST : LANES; }
+
+struct LayerCache {
+    CacheElement *elements;  // [blocks, 2, kv_heads, BLOCK_SIZE * HEAD_DIM], keys first
+    float *scales;           // [blocks, 2, kv_heads, BLOCK_SIZE], of a token's integers; null: not quantized
+};
+
+// A sequence's keys and values of one head.
+class HeadCache {
+  public:
+    // `table`: the sequence's blocks.
+    HeadCache(const LayerCache &cache, int64_t kv_heads, int64_t head, const int64_t *table)
+        : cache_(cache), kv_heads_(kv_heads), head_(head), table_(table) {}
+
+    // The first element of a token's key; the next ones are BLOCK_SIZE apart.
+    const CacheElement *keys(int64_t position) const {
+        return cache_.elements + block(position, 0) * HEAD_DIM + position % BLOCK_SIZE;
+    }
+    const CacheElement *values(int64_t position) const {
+        return cache_.elements + (block(position, 1) + position % BLOCK_SIZE) * HEAD_DIM;
+    }
+    const float *key_scales(int64_t position) const {
+        return cache_.scales + block(position, 0) + position % BLOCK_SIZE;
+    }
+    const float *value_scales(int64_t position) const {
+        return cache_.scales + block(position, 1) + position % BLOCK_SIZE;
+    }
+
+  private:
+    int64_t block(int64_t position, int half) const {
+        return ((table_[position / BLOCK_SIZE] * 2 + half) * kv_heads_ + head_) * BLOCK_SIZE;
+    }
+
+    const LayerCache cache_;
+    const int64_t kv_heads_, head_;
+    const int64_t *table_;
+};
+
+// Stores a head's elements, `step` apart.
+inline void store_head(const Element *from, int step, Element *to, float *) {
+    for (int d = 0; d < HEAD_DIM; d++) to[d * step] = from[d];
+}
+
+// Stores the integers nearest to the elements times 127 / the largest magnitude, and the scale, which is nan if not all
+// elements are finite.
+inline void store_head(const Element *from, int step, int8_t *to, float *scale) {
+    Floats top{};
+    Ints are_numbers = top == top;
+    for (int p = 0; p < PARTS; p++) {
+        const Floats v = load(from + p * LANES, part_size(p));
+        top = larger(top, larger(v, -v));
+        are_numbers &= v == v;
+    }
+    const float most = largest(are_numbers ? top : all(INFINITY));
+    const bool is_finite = most < INFINITY;
+    const float factor = is_finite && most > 1e-30f ? 127.0f / most : 0;
+    for (int p = 0; p < PARTS; p++) {
+        const Floats v = is_finite ? rounded_product(load(from + p * LANES, part_size(p)), factor) : Floats{};
+        const Ints integers = __builtin_convertvector(v, Ints);
+        for (int i = 0; i < part_size(p); i++) to[(p * LANES + i) * step] = int8_t(integers[i]);
+    }
+    *scale = is_finite ? most / 127.0f : NAN;
+}
+
+// The keys and values behind a token's queries, to its slot.
+inline void store_token(const Element *heads, int64_t kv_heads, int64_t slot, const LayerCache &cache) {
+    const Element *from = heads + kv_heads * GROUP_SIZE * HEAD_DIM;
+    const int64_t place = slot % BLOCK_SIZE;
+    for (int64_t h = 0; h < 2 * kv_heads; h++, from += HEAD_DIM) {
+        const int64_t block = (slot / BLOCK_SIZE * 2 * kv_heads + h) * BLOCK_SIZE;
+        const bool is_key = h < kv_heads;
+        const int step = is_key ? BLOCK_SIZE : 1;
+        CacheElement *to = cache.elements + block * HEAD_DIM + (is_key ? place : place * HEAD_DIM);
+        store_head(from, step, to, IS_QUANTIZED ? cache.scales + block + place : nullptr);
+    }
+}
+
+}  // namespace
