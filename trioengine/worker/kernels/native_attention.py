@@ -22,7 +22,6 @@ class Library(Protocol):
 
     native: ctypes.CDLL
     dtype: torch.dtype
-    cache_dtype: torch.dtype
     group_size: int  # query heads that share keys and values
     tile_size: int  # tokens of queries at a time
 
@@ -36,11 +35,14 @@ class LayerCacheAddress(ctypes.Structure):
 class NativeAttention:
     """One step's attention to the blocks of the KV cache, a tile of queries at a time."""
 
-    def __init__(self, library: Library, batch: ForwardBatch, cache: KVCache) -> None:
+    def __init__(
+        self, library: Library, batch: ForwardBatch, cache: KVCache, caches: ctypes.Array[LayerCacheAddress]
+    ) -> None:
+        """`caches`: `cache_addresses` of the cache."""
         self._library = library
         self._cache = cache  # the memory at the addresses
         self._num_kv_heads = cache.layout.num_kv_heads
-        self.caches = _caches(library, cache)
+        self.caches = caches
         self.slots = batch.slot_mapping
         self.tables = torch.from_numpy(batch.block_tables)
         self.tiles = _tiles(batch, library.tile_size)
@@ -66,11 +68,11 @@ class NativeAttention:
         return result
 
 
-def _caches(library: Library, cache: KVCache) -> ctypes.Array[LayerCacheAddress]:
-    """The addresses of every layer."""
+def cache_addresses(cache: KVCache, dtype: torch.dtype) -> ctypes.Array[LayerCacheAddress]:
+    """The addresses of every layer, of `dtype`."""
     if not cache.layout.transposes_keys:
         raise InvariantError("a native kernel got a KV cache whose keys are not transposed")
-    elements = [address(layer, library.cache_dtype) for layer in cache.layers]
+    elements = [address(layer, dtype) for layer in cache.layers]
     scales = [address(scales, torch.float32) for scales in cache.scales]
     layers = zip_longest(elements, scales)  # none: null
     return (LayerCacheAddress * len(elements))(*(LayerCacheAddress(*layer) for layer in layers))

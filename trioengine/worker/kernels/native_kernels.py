@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,7 +15,13 @@ from trioengine.worker.kernels import Attention, Decoder, DecoderWeights, RMSNor
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.compiler import load_library
 from trioengine.worker.kernels.kv_cache import KVCache
-from trioengine.worker.kernels.native_attention import SEGMENT_SIZE, NativeAttention, address
+from trioengine.worker.kernels.native_attention import (
+    SEGMENT_SIZE,
+    LayerCacheAddress,
+    NativeAttention,
+    address,
+    cache_addresses,
+)
 from trioengine.worker.kernels.native_decoder import NativeDecoder
 from trioengine.worker.kernels.products import Products
 
@@ -77,6 +84,7 @@ class NativeKernels:
             function.argtypes, function.restype = types, None
         self.native.sums_size.argtypes, self.native.sums_size.restype = (), _COUNT
         self.products = Products(self.native, dtype)
+        self._caches: WeakKeyDictionary[KVCache, ctypes.Array[LayerCacheAddress]] = WeakKeyDictionary()
 
     def add_norm(self, hidden: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
         rows, size = hidden.shape
@@ -97,7 +105,10 @@ class NativeKernels:
         return result
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
-        return NativeAttention(self, batch, cache)
+        caches = self._caches.get(cache)
+        if caches is None:
+            caches = self._caches[cache] = cache_addresses(cache, self.cache_dtype)
+        return NativeAttention(self, batch, cache, caches)
 
     def decoder(self, config: TextConfig, weights: DecoderWeights) -> Decoder:
         return NativeDecoder(config, weights)
