@@ -48,6 +48,7 @@ SUSPENDED = (
     "cancel",
     "end",
     "kill",
+    "sleep",
 )  # ways to go on, or not
 CHANGES = ("sleep", "wake", "update")  # calls
 DEATHS = 2  # without a token between them, which make a request a suspect
@@ -123,6 +124,8 @@ class PowerMachine(EngineMachine):
         match way:
             case "wake":
                 self._change("wake", self.engine.wake, None, True)
+            case "sleep":
+                self._sleep(level, "abort")
             case "end":
                 self._end(reader.holder)
             case "abort" | "cancel":
@@ -189,40 +192,45 @@ class PowerMachine(EngineMachine):
         others=st.integers(0, 1),
         num_tokens=st.sampled_from((0, 0, 1, 3)),
         rounds=st.sampled_from((0, 0, 0, 1, 2, 4, 6)),
-        change=st.sampled_from(("sleep", "update")),
+        change=st.sampled_from(("sleep", "update", "abort")),
     )
     def ask_for_death(self, which: int, others: int, num_tokens: int, rounds: int, change: str) -> None:
         """A request that kills each worker which computes more than so many tokens of it, maybe after a good one.
 
-        Unless the rounds are 0, the engine changes so many rounds after the third worker is READY.
+        Unless the rounds are 0, the engine changes so many rounds after the third worker is READY, or the first of the
+        requests is aborted while that worker starts.
         """
+        asked = []
         for _ in range(others + 1):
             if not self.idle_holders:
                 self._open(None, None)
                 self.loop.settle()
             if self.open_holders:  # the engine may give up meanwhile
-                self._read(which, Style.ALL, SamplingParams(max_tokens=5))
+                asked.append(self._read(which, Style.ALL, SamplingParams(max_tokens=5)))
                 self.loop.settle()
         generation = self.readers[-1].generation
         if generation is not None and self.readers[-1].entered:
             self.faults.begin(Harm.WORKERS)
             self.simulation.poisoned[generation.request_id] = num_tokens
-            if rounds:
-                self._change_after_deaths(rounds, change)
+            if rounds and change == "abort" and asked:
+                self._flow_to_worker(len(self.simulation.workers) + DEATHS, is_ready=False)
+                self._stop(asked[0], "abort")
+            elif rounds:
+                self._flow_to_worker(len(self.simulation.workers) + DEATHS, is_ready=True)
+                self._flow(rounds)
+                if change == "sleep":
+                    self._sleep(1, "keep")
+                else:
+                    self._update(TOY_PATH, "keep")
 
-    def _change_after_deaths(self, rounds: int, change: str) -> None:
-        num_workers = len(self.simulation.workers) + DEATHS
+    def _flow_to_worker(self, number: int, *, is_ready: bool) -> None:
+        """Go on until the engine starts or has its worker of this number."""
         for _ in range(ROUNDS_TO_DIE):
             self._flow(1)
-            if len(self.simulation.workers) >= num_workers and inside.has_worker(self.engine):
+            if len(self.simulation.workers) >= number and (inside.has_worker(self.engine) or not is_ready):
                 break
             if self.worker is None:
                 self._jump(max(self.config.restart_delays))
-        self._flow(rounds)
-        if change == "sleep":
-            self._sleep(1, "keep")
-        else:
-            self._update(TOY_PATH, "keep")
 
     @recorded(call=st.sampled_from(tuple(CALLS)))
     def misuse(self, call: str) -> None:
