@@ -9,6 +9,7 @@ from trioengine.hub.llama_config import MAX_PADDING
 from trioengine.hub.model_config import MAX_JSON, MAX_VALUES
 from trioengine.hub.model_info import MAX_TOKENIZER
 from trioengine.hub.safetensors import MAX_HEADER
+from trioengine.text.gguf_tokenizer import SPLITTINGS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 
@@ -23,6 +24,13 @@ def test_the_types_and_architectures():
     gguf, safetensors = row("architecture").split("|")
     assert gguf.split(": ")[1].strip().split(", ") == list(GGUF_ARCHITECTURES)
     assert safetensors.split(": ")[1].strip().split(", ") == list(HF_ARCHITECTURES)
+
+
+def test_the_tokenizers():
+    gguf, _ = row("tokenizer").split("|")
+    byte_level, sentencepiece = gguf.split("; ")
+    assert re.findall(r"[\w-]+", byte_level.split("splitting ")[1].replace(" or ", ", ")) == list(SPLITTINGS)
+    assert sentencepiece.startswith("`llama`")
 
 
 def test_the_limits():

@@ -69,7 +69,7 @@ TWICE = f"{{{','.join(f'{json.dumps(str(n))}:0' for n in [*range(200_000), 199_9
 LIES = {
     "an array of numbers": lambda to, _: lie_array(to / "a.gguf", "tokenizer.ggml.token_type", 0, 10**8, 1),
     "an array of strings": lambda to, _: lie_array(to / "a.gguf", "tokenizer.ggml.tokens", 8, 10**8, 8),
-    "an array that is not needed": lambda to, _: lie_array(to / "a.gguf", "tokenizer.ggml.scores", 6, 10**9, 4),
+    "an array that is not needed": lambda to, _: lie_array(to / "a.gguf", "general.sizes", 6, 10**9, 4),
     "strings that are not needed": lambda to, _: lie_array(to / "a.gguf", "general.tags", 8, 10**9, 8),
     "more layers than tensors": lambda to, _: lie_block_count(to),
     "as many layers as a count holds": lambda to, model: lie_config(to, model, num_hidden_layers=2**31 - 1),

@@ -97,6 +97,43 @@ def test_tokenizer_ggml_pre_decides_the_splitting(pre, pieces):
     assert set(tokenizer.special_tokens) == {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
 
 
+GPT2_DIGITS = ["HelloWorld", "'s", " ", "1", "2", "3", "4", "5", " /", "\n ", " x"]
+LLAMA3_DIGITS = ["HelloWorld", "'s", " ", "123", "45", " /\n", " ", " x"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("dbrx", LLAMA3_DIGITS),
+        ("default", ["HelloWorld", "'", "s", " ", "123", "45", " ", "/", "\n ", " x"]),
+        ("gpt-2", ["HelloWorld", "'s", " 12345", " /", "\n ", " x"]),
+        ("gpt-4o", ["Hello", "World's", " ", "123", "45", " /\n", " ", " x"]),
+        ("llama-bpe", LLAMA3_DIGITS),
+        ("llama-v3", LLAMA3_DIGITS),
+        ("qwen2", ["HelloWorld", "'s", " ", "1", "2", "3", "4", "5", " /\n", " ", " x"]),
+        ("refact", GPT2_DIGITS),
+        ("smaug-bpe", LLAMA3_DIGITS),
+        ("smollm", GPT2_DIGITS),
+        ("starcoder", GPT2_DIGITS),
+        ("tekken", ["Hello", "World", "'s", " ", "1", "2", "3", "4", "5", " /\n", " ", " x"]),
+    ],
+)
+def test_tokenizer_ggml_pre_decides_the_words(pre, pieces):
+    tokenizer = Tokenizer.from_gguf(metadata(**{"tokenizer.ggml.pre": pre}))._tokenizer
+    text = "HelloWorld's 12345 /\n  x"
+    words = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in words] == pieces
+
+
+@pytest.mark.parametrize(
+    ("pre", "is_whole"), [("llama-v3", True), ("tekken", True), ("dbrx", False), ("gpt-4o", False)]
+)
+def test_a_word_that_no_merge_makes(pre, is_whole):
+    tokens = [*metadata()["tokenizer.ggml.tokens"], "word"]
+    tokenizer = Tokenizer.from_gguf(metadata(**{"tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens}))
+    assert tokenizer.encode("word") == ([263] if is_whole else [*b"word"])
+
+
 def test_qwen2_normalizes():
     tokenizer = Tokenizer.from_gguf(metadata(**{"tokenizer.ggml.pre": "qwen2"}))
     assert tokenizer.encode("e\u0301") == tokenizer.encode("é")
@@ -105,7 +142,8 @@ def test_qwen2_normalizes():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"tokenizer.ggml.model": "t5"}, "'t5'.*supported: 'gpt2'"),
+        ({"tokenizer.ggml.model": "t5"}, "'t5'.*supported: 'gpt2', 'llama'"),
+        ({"tokenizer.ggml.model": ["llama"]}, "tokenizer.ggml.model is .*supported: 'gpt2', 'llama'"),
         ({"tokenizer.ggml.pre": "viking"}, "'viking'.*llama-bpe"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.tokens": [1]}, "tokenizer.ggml.tokens"),

@@ -27,7 +27,8 @@ from trioengine.hub.generation_config import GENERATION_CONFIG
 from trioengine.hub.model_config import Fields, read_file, read_json, read_text
 from trioengine.hub.pull import name_of
 from trioengine.text.chat_template import ChatTemplate
-from trioengine.text.tokenizer import CONTROL, GGUF_ARRAYS, Tokenizer
+from trioengine.text.gguf_tokenizer import CONTROL, GGUF_ARRAYS
+from trioengine.text.tokenizer import Tokenizer
 
 MAX_TOKENIZER = 32 << 20  # bytes
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>")

@@ -19,6 +19,7 @@ from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.core.image import VISION_MODEL, Image, ImageProcessing, is_image_part
 from trioengine.core.types import TokenIds
 from trioengine.text.chat_template import NO_VARIABLES, ChatTemplate
+from trioengine.text.literals import any_of
 from trioengine.text.messages import IMAGE_PART, Message, text_part
 from trioengine.text.prompt_end import ADD_PROMPT, CONTINUE, PromptEnd, cut_at_mark, marked
 from trioengine.text.tokenizer import Tokenizer
@@ -60,10 +61,10 @@ class ChatTokenizer:
         self._takes_parts_only = template is not None and template.takes_parts_only()
         self._specials = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._placeholders = {text: chr(_FIRST + index) for index, text in enumerate(self._specials)}
-        special = list(map(re.escape, self._specials))
-        self._special = re.compile("|".join(special) or "(?!)")
+        special = any_of(self._specials)
+        self._special = re.compile(special)
         # thirty times slower: the alternatives have no common first character that `re` could search for
-        self._unsafe = re.compile("|".join([*special, _PRIVATE.pattern]))
+        self._unsafe = re.compile(f"{special}|{_PRIVATE.pattern}")
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text; special tokens in it are parsed, none is added."""

@@ -88,7 +88,7 @@ class _Vocabulary(TokenizerWrapper):
         self.eos_token_id = eos_token_ids[0] if eos_token_ids else tokenizer.vocab_size - 1
 
     def __call__(self, text: Any) -> list[int]:
-        return self._tokenizer.encode_ordinary(text if isinstance(text, str) else bytes(text).decode(errors="replace"))
+        return self._tokenizer.encode_inside(text if isinstance(text, str) else bytes(text).decode(errors="replace"))
 
 
 class Matcher:

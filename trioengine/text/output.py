@@ -93,7 +93,16 @@ class OutputText:
 class Detokenizer:
     """Token ids to text as they arrive; the pieces add up to the text that `Tokenizer.decode` gives for all the ids."""
 
-    __slots__ = ("_bytes_of", "_context", "_is_byte_level", "_pending", "_rest", "_skip_special_tokens", "_tokenizer")
+    __slots__ = (
+        "_bytes_of",
+        "_context",
+        "_is_byte_level",
+        "_pending",
+        "_rest",
+        "_skip_special_tokens",
+        "_strips_space",
+        "_tokenizer",
+    )
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -102,6 +111,7 @@ class Detokenizer:
         table = tokenizer.ordinary_bytes if skip_special_tokens else tokenizer.token_bytes
         self._bytes_of = table.__getitem__
         self._rest = b""  # byte-level tokenizers: the beginning of a character
+        self._strips_space = tokenizer.strips_space  # and whether a space that comes next is left out of the text
         self._context: list[int] = []  # other tokenizers: the last ids with text, which the next text may depend on
         self._pending: list[int] = []  # and the ids whose text is not complete
 
@@ -114,6 +124,8 @@ class Detokenizer:
         """Take ids, and return the text that they complete: whole characters only."""
         if self._is_byte_level:
             data = self._rest + b"".join(map(self._bytes_of, ids))
+            if self._strips_space and data:
+                data, self._strips_space = data.removeprefix(b" "), False
             text, num_decoded = codecs.utf_8_decode(data, "replace")
             self._rest = data[num_decoded:]
             return text

@@ -6,24 +6,20 @@ settings never change, so threads may share it; `Tokenizer` itself splits a text
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as _Tokenizer
 
 from trioengine.core.checks import MAX_COUNT
-from trioengine.core.errors import ModelError
 from trioengine.core.types import TokenIds, token_ids
-from trioengine.core.wording import brief, excerpt
+from trioengine.text.gguf_tokenizer import refusing, tokenizer_from_gguf
+from trioengine.text.literals import any_of
 from trioengine.text.reasoning import ANSWER_TAGS
 
-_TOKENS, _MERGES, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"
-GGUF_ARRAYS = frozenset({_TOKENS, _MERGES, _TYPES})  # arrays of a GGUF file's metadata that `from_gguf` needs decoded
-CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 # Characters, or token ids. Longer inputs go through the library's batch calls, which release the GIL. Shorter ones keep
 # it: taking it back from a busy thread would cost milliseconds.
 _LONG = 1 << 12
@@ -33,7 +29,8 @@ class Tokenizer:
     """Text to token ids and back. Safe for threads; long inputs do not block the other threads.
 
     `vocab_size` is the lesser one of the tokenizer's and the model's: a tokenizer may have an added pad token that the
-    model lacks. All ids that the model accepts are below it; not every number below it is an id.
+    model lacks. All ids that the model accepts are below it; not every number below it is an id. `strips_space`: the
+    text of a sequence of tokens lacks the first space, if it begins with one.
     """
 
     def __init__(self, tokenizer: _Tokenizer, *, vocab_size: int = MAX_COUNT) -> None:
@@ -41,6 +38,7 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._to_bytes, self.strips_space = _bytes_of_tokens(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self.special_tokens: dict[str, int] = {token.content: id for id, token in added.items() if token.special}
         self.special_ids = frozenset(self.special_tokens.values())
@@ -53,13 +51,12 @@ class Tokenizer:
         self.max_token_bytes = max((len(token.encode()) for token in vocabulary), default=1)
         # the bytes of each token by id, b"" for unknown ids; in `ordinary_bytes` also for special tokens but tags
         self.token_bytes, self.ordinary_bytes = self._byte_tables(vocabulary)
-        longest_first = sorted(self.special_tokens, key=len, reverse=True)
-        self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+        self._split = re.compile(f"({any_of(self.special_tokens)})") if self.special_tokens else None
 
     @classmethod
     def from_json(cls, text: bytes | str, *, vocab_size: int = MAX_COUNT) -> Tokenizer:
         """Create from the contents of a tokenizer.json, for a model of `vocab_size` tokens. Raises ModelError."""
-        with _refusing("tokenizer.json"):
+        with refusing("tokenizer.json"):
             tokenizer = cls(
                 _Tokenizer.from_buffer(text.encode() if isinstance(text, str) else text), vocab_size=vocab_size
             )
@@ -69,29 +66,7 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """Create from a GGUF file's metadata. Raises ModelError for a kind of tokenizer that is not supported."""
-        kind = metadata.get("tokenizer.ggml.model")
-        if kind != "gpt2":
-            raise ModelError(f"tokenizer.ggml.model is {brief(kind)}, which is not supported; supported: 'gpt2'")
-        splitting = metadata.get("tokenizer.ggml.pre", "gpt-2")
-        if not isinstance(splitting, str) or splitting not in _SPLITTINGS:
-            known = ", ".join(sorted(_SPLITTINGS))
-            raise ModelError(f"tokenizer.ggml.pre is {brief(splitting)}, which is not supported; supported: {known}")
-        types = metadata.get(_TYPES, [])
-        if not isinstance(types, list):
-            raise ModelError(f"{_TYPES} is not a list")
-        tokens = _strings(metadata, _TOKENS)
-        merges = [_pair(merge) for merge in _strings(metadata, _MERGES)]
-        vocabulary = {token: id for id, token in enumerate(tokens)}
-        with _refusing(_MERGES):  # a merge of unknown tokens
-            model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting == "llama-bpe")
-        tokenizer = _Tokenizer(model)
-        if splitting == "qwen2":
-            tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = _SPLITTINGS[splitting]()
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens(_added(tokens, types, CONTROL, special=True))
-        tokenizer.add_tokens(_added(tokens, types, _USER_DEFINED, special=False))
-        return cls(tokenizer)
+        return cls(tokenizer_from_gguf(metadata))
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text; special tokens in it are parsed, none is added."""
@@ -109,6 +84,12 @@ class Tokenizer:
             return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids) if text else []
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Encode a text that follows another, as ordinary text: no space is put before it."""
+        if not self.strips_space:
+            return self.encode_ordinary(text)
+        return [token.id for token in self._tokenizer.model.tokenize(text.replace(" ", "▁"))]
+
     def encode_pieces(self, text: str, restore: Callable[[str], str]) -> TokenIds:
         """Encode as `encode` does, each piece of text between special tokens after a call of `restore`."""
         ids = token_ids()
@@ -123,6 +104,10 @@ class Tokenizer:
         The tags of reasoning and tool calls are text, also where the tokenizer marks them as special tokens.
         """
         given = list(ids)
+        if self._to_bytes is _piece_bytes:
+            table = self.ordinary_bytes if skip_special_tokens else self.token_bytes
+            text = b"".join(map(table.__getitem__, given)).decode(errors="replace")
+            return text.removeprefix(" ") if self.strips_space else text
         if skip_special_tokens and self._has_tags:
             given, skip_special_tokens = [id for id in given if id not in self._skipped_ids], False
         if len(given) > _LONG:
@@ -134,23 +119,23 @@ class Tokenizer:
         return str(self._tokenizer.id_to_token(token_id) or "")
 
     def surrounded(self, ids: list[int]) -> list[int]:
-        """Return the ids with the special tokens that the tokenizer.json adds around a text; a GGUF file has none."""
+        """Return the ids with the special tokens that the tokenizer adds around a text."""
         before, after = self.surroundings
         return [*before, *ids, *after]
 
     @cached_property
     def surroundings(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer.json adds before a text, and after it."""
+        """The special tokens that the tokenizer adds before a text, and after it."""
         text = self._tokenizer.encode("a", add_special_tokens=False).ids
         ids = self._tokenizer.encode("a", add_special_tokens=True).ids
         length = len(text)
         start = next((at for at in range(len(ids) - length + 1) if ids[at : at + length] == text), len(ids))
         return ids[:start], ids[start + length :]
 
-    @cached_property
+    @property
     def is_byte_level(self) -> bool:
-        """Whether a token stands for the same bytes in every context."""
-        return isinstance(self._tokenizer.decoder, decoders.ByteLevel)
+        """Whether a token stands for the same bytes in every context; the exception is the space of `strips_space`."""
+        return self._to_bytes is not None
 
     def bytes_of(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of these tokens, none for an unknown id; for byte-level tokenizers only."""
@@ -158,9 +143,9 @@ class Tokenizer:
 
     def _byte_tables(self, vocabulary: Mapping[str, int]) -> tuple[ByteTable, ByteTable]:
         """Both tables in advance, so that a streamed token costs one lookup; empty unless `is_byte_level`."""
-        if not self.is_byte_level:
+        if self._to_bytes is None:
             return ByteTable(), ByteTable()
-        table = {id: _to_bytes(token) for token, id in vocabulary.items() if id < self.vocab_size}
+        table = {id: self._to_bytes(token) for token, id in vocabulary.items() if id < self.vocab_size}
         return ByteTable(table), ByteTable({**table, **dict.fromkeys(self._skipped_ids & table.keys(), b"")})
 
 
@@ -171,64 +156,37 @@ class ByteTable(dict[int, bytes]):
         return b""
 
 
-@contextmanager
-def _refusing(source: str) -> Iterator[None]:
-    """Convert every error of the tokenizers library to ModelError: it raises Exception itself, and Rust's panics."""
-    try:
-        yield
-    except BaseException as exc:
-        if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
-            raise
-        raise ModelError(f"{source} cannot be used: {excerpt(str(exc))}") from exc
+# ---- the bytes of a token ------------------------------------------------------------------------------------------
 
 
-def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
-    value = metadata.get(key)
-    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise ModelError(f"{key} is missing or not a list of strings")
-    return value
+def _bytes_of_tokens(tokenizer: _Tokenizer) -> tuple[Callable[[str], bytes] | None, bool]:
+    """Return the function from a token to its bytes, None if they depend on others, and `strips_space`."""
+    if tokenizer.decoder is None:
+        return None, False
+    decoder = json.loads(tokenizer.decoder.__getstate__())
+    if decoder["type"] == "ByteLevel":
+        return _alphabet_bytes, False
+    steps = decoder.get("decoders")
+    if steps in (_PIECES, [*_PIECES, _STRIP]):
+        return _piece_bytes, len(steps) > len(_PIECES)
+    return None, False
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    left, space, right = merge.partition(" ")
-    if not space:
-        raise ModelError(f"{_MERGES} has the entry {brief(merge)}, which is not a pair")
-    return left, right
+# The decoders of SentencePiece's tokenizers. The library's own cannot be streamed: one byte that is not UTF-8 makes
+# all bytes around it U+FFFD.
+_PIECES: list[dict[str, Any]] = [
+    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 
 
-def _added(tokens: list[str], types: list[Any], kind: int, *, special: bool) -> list[AddedToken]:
-    found = [token for token, token_type in zip(tokens, types, strict=False) if token_type == kind]
-    return [AddedToken(token, special=special, normalized=False) for token in found]
-
-
-# ---- splitting before BPE: tokenizer.ggml.pre, with the patterns of the models' own tokenizer.json files -----------
-
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-
-
-def _by_regex(pattern: str) -> pre_tokenizers.PreTokenizer:
-    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def _gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _smollm() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-_SPLITTINGS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "gpt-2": _gpt2,
-    "llama-bpe": lambda: _by_regex(_LLAMA3),
-    "qwen2": lambda: _by_regex(_QWEN2),
-    "smollm": _smollm,
-}
+def _piece_bytes(token: str) -> bytes:
+    if token.startswith("<0x") and (match := _BYTE_PIECE.fullmatch(token)):
+        return bytes.fromhex(match[1])
+    return token.replace("▁", " ").encode()
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -241,7 +199,7 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
-def _to_bytes(token: str) -> bytes:
+def _alphabet_bytes(token: str) -> bytes:
     try:
         return bytes(map(_BYTE_OF.__getitem__, token))
     except KeyError:  # an added token is plain text
