@@ -11,6 +11,7 @@ from helpers.small_models import CONFIG, write_directory
 
 from trioengine import EngineConfig, ModelError, open_engine
 from trioengine.actors.ports import Ports
+from trioengine.hub.checkpoint import HF_ARCHITECTURES
 
 CHILD = Path(__file__).with_name("model_mutants.py")
 LAST_RESORT = 3600  # seconds; the child bounds its processor time itself
@@ -57,7 +58,7 @@ async def test_a_file_that_lies_is_refused_before_a_worker_starts(tmp_path):
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number above 0 and at most 3.4e+38, got '1e-5'"),
         (
             {"model_type": "mamba", "vocab_size": None},
-            "model_type 'mamba' is not supported; supported: idefics3, llama, qwen2, smolvlm",
+            f"model_type 'mamba' is not supported; supported: {', '.join(HF_ARCHITECTURES)}",
         ),
     ):
         (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG | changes))

@@ -51,7 +51,7 @@ def main() -> None:
             for _ in range(2 + 600 // (new + 20)):
                 began = time.process_time()
                 for layer in range(LAYERS):
-                    attention.forward(layer, heads)
+                    attention.forward(layer, heads, HEAD_DIM**-0.5)
                 times.append((time.process_time() - began) / LAYERS)
             seconds = statistics.median(times[1:])
             rate = context * layout.token_bytes / seconds / 1e9

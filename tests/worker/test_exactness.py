@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from helpers import tiny_decoders
 from helpers.torch_driver import load, needs_compiler, spoil
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -46,7 +47,7 @@ PARAMS = (
     {"temperature": 0.9, "logprobs": 2, "prompt_logprobs": 2},
     {"temperature": 0.0, "prompt_logprobs": 0},
 )
-MODELS = {  # name: size of the vocabulary, types of a GGUF file or a checkpoint of safetensors, configuration
+MODELS = {  # name: size of the vocabulary, types of a GGUF file, or a variant of tiny_decoders, or none; configuration
     "float32": (200, None, {"quantization": "none", "block_size": 16}),  # which is read in place
     "bfloat16": (200, None, {"dtype": "bfloat16", "quantization": "none", "block_size": 16}),
     "integers": (200, "Q4_1", {"dtype": "auto", "block_size": 8}),
@@ -58,6 +59,8 @@ MODELS = {  # name: size of the vocabulary, types of a GGUF file or a checkpoint
         "Q8_0",
         {"dtype": "bfloat16", "kv_cache_dtype": "int8", "block_size": 8},
     ),
+    "windows and four norms": (200, "gemma3", {"quantization": "none", "block_size": 16}),
+    "norms of all heads": (200, "olmo2", {"dtype": "bfloat16", "quantization": "int8", "block_size": 8}),
 }
 
 
@@ -270,6 +273,8 @@ def test_random_programs(tiny_llama, tmp_path, name):
     shape = {"hidden_size": 96, "intermediate_size": 160, "vocab_size": vocab_size, "num_hidden_layers": 2}
     if kind is None:
         path = tiny_llama.write(tmp_path / "model", "bias", **shape)
+    elif kind in tiny_decoders.VARIANTS:
+        path = tiny_decoders.write(tmp_path / "model", kind)
     else:
         kinds = dict.fromkeys(tiny_llama.tensors({**tiny_llama.BASE, **shape}), kind)
         kinds = {name: kind for name in kinds if "norm" not in name}

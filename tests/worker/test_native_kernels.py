@@ -11,7 +11,7 @@ from helpers.torch_driver import needs_compiler, spoil
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
-from trioengine.worker.kernels import RMSNorm, RotaryTable
+from trioengine.worker.kernels import Activation, Residual, RMSNorm, RotaryTable
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.kv_cache import KVCache, KVLayout, dequantized, quantized
 from trioengine.worker.kernels.native_kernels import NativeKernels
@@ -132,7 +132,7 @@ class Step:
         for index, (table, context) in enumerate(zip(self.batch.block_tables, self.batch.context_lens, strict=True)):
             self.contexts[index] = stored[[int(table[p // size]) * size + p % size for p in range(context)]]
 
-    def expected(self):
+    def expected(self, window=None):
         results, row = [], 0
         for new, held in zip(self.batch.query_lens.tolist(), self.contexts, strict=True):
             query = self.tokens[row : row + new, : self.heads].double()
@@ -140,14 +140,15 @@ class Step:
                 half.double().repeat_interleave(self.heads // self.kv_heads, dim=1) for half in held.chunk(2, dim=1)
             )
             scores = torch.einsum("nhd,chd->hnc", query, keys) * self.head_dim**-0.5
-            later = torch.arange(len(held)) > torch.arange(len(held) - new, len(held))[:, None]
-            weights = scores.masked_fill(later, -math.inf).softmax(dim=-1)
+            keys_at, queries_at = torch.arange(len(held)), torch.arange(len(held) - new, len(held))[:, None]
+            hidden = (keys_at > queries_at) | (keys_at <= queries_at - (window or len(held)))
+            weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
             results.append(torch.einsum("hnc,chd->nhd", weights, values).flatten(1))
             row += new
         return torch.cat(results)
 
-    def run(self, kernels):
-        return kernels.attention(self.batch, self.cache).forward(0, self.tokens)
+    def run(self, kernels, window=None):
+        return kernels.attention(self.batch, self.cache).forward(0, self.tokens, self.head_dim**-0.5, window)
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -167,6 +168,42 @@ LENGTHS = [  # (new tokens, tokens of context with them); those with one new tok
 def test_attention(shape, dtype, lengths):
     step = Step(shape, dtype, lengths)
     assert_close(step.run(make(shape, dtype)), step.expected(), dtype)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 63, 100, 1000])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_to_a_window(shape, dtype, lengths, window):
+    step = Step(shape, dtype, lengths)
+    assert_close(step.run(make(shape, dtype), window), step.expected(window), dtype)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 63, 100, 1000])
+@pytest.mark.parametrize("lengths", [*LENGTHS, [(300, 700)], [(600, 600)]], ids=str)
+def test_torch_attends_to_a_window(dtype, lengths, window):
+    """In one product, in torch's kernel, and in groups of sequences."""
+    step = Step(SHAPES[0], dtype, lengths, transposes_keys=False)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    found = step.run(TorchKernels(9, dtype), window)
+    torch.testing.assert_close(found.double(), step.expected(window), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 63, 100])
+def test_chunks_do_not_change_the_bits_of_a_window(at_most, window):
+    """The last tokens of a chunk alone; what lies before their windows may be nan."""
+    together = Step(SHAPES[0], torch.float32, [(40, 150)])
+    found = together.run(make(at_most=at_most), window)
+    for new in (1, 2, 3, 11):
+        step = Step(SHAPES[0], torch.float32, [(40, 150)])
+        rest = Step(SHAPES[0], torch.float32, [(new, 150)])
+        step.run(make(at_most=at_most), window)
+        rest.cache, rest.batch.block_tables[:] = step.cache, step.batch.block_tables
+        rest.tokens = step.tokens[-new:].clone()
+        rest.batch.slot_mapping[:] = step.batch.slot_mapping[-new:]
+        table = step.batch.block_tables[0]
+        for position in range(150 - new - window + 1):
+            rest.put(int(table[position // 16]) * 16 + position % 16, torch.full((6, 64), math.nan))
+        assert torch.equal(rest.run(make(at_most=at_most), window), found[-new:])
 
 
 def test_new_keys_and_values_are_stored():
@@ -313,35 +350,80 @@ def test_one_thread_and_many_agree():
 
 @pytest.mark.parametrize("size", [1, 15, 16, 48, 576])
 @pytest.mark.parametrize("rows", [0, 1, 37])
-def test_add_norm(rows, size, dtype, at_most):
-    hidden, delta, norm = randn(rows, size), randn(rows, size, dtype=dtype, seed=1), RMSNorm(randn(size, seed=2), 1e-5)
-    total = hidden.double() + delta.double()
-    expected = total * norm.weight / (total.square().mean(dim=-1, keepdim=True) + norm.epsilon).sqrt()
-    assert_close(make(dtype=dtype, at_most=at_most).add_norm(hidden, delta, norm), expected, dtype)
-    assert_close(hidden, total, torch.float32)
+@pytest.mark.parametrize("norms", ["before", "behind", "both", "none"])
+@pytest.mark.parametrize("scale", [1.0, 0.22])
+def test_add(rows, size, norms, scale, dtype, at_most):
+    hidden, delta = randn(rows, size), randn(rows, size, dtype=dtype, seed=1)
+    norm = RMSNorm(randn(size, seed=2), 1e-5) if norms in ("before", "both") else None
+    delta_norm = RMSNorm(randn(size, seed=3), 1e-3) if norms in ("behind", "both") else None
+    added = delta.double()
+    if delta_norm is not None:
+        added = normalized(added, delta_norm).to(dtype).double()
+    total = hidden.double() + scale * added
+    expected = total if norm is None else normalized(total, norm)
+    tolerance = TOLERANCES[dtype]
+    for kernels in (make(dtype=dtype, at_most=at_most), TorchKernels(9, dtype)):
+        sums = hidden.clone()
+        assert_close(kernels.add(sums, delta.clone(), Residual(norm, delta_norm, scale)), expected, dtype)
+        torch.testing.assert_close(sums.double(), total, rtol=tolerance, atol=tolerance)
+
+
+def normalized(x, norm):
+    return x * norm.weight / (x.square().mean(dim=-1, keepdim=True) + norm.epsilon).sqrt()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("is_together", [False, True])
+def test_norm_heads(shape, dtype, is_together):
+    """Each head by itself, or all together; the others stay."""
+    heads, kv_heads, head_dim, *_ = shape
+    tokens = randn(9, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    for start, stop in ((0, heads), (heads, heads + kv_heads)):
+        size = (stop - start) * head_dim if is_together else head_dim
+        norm = RMSNorm(randn(size, seed=3), 1e-3)
+        expected = tokens.double()
+        expected[:, start:stop] = normalized(expected[:, start:stop].reshape(9, -1, size), norm).view(9, -1, head_dim)
+        for kernels in (make(shape, dtype), TorchKernels(heads, dtype)):
+            found = tokens.clone()
+            kernels.norm_heads_(found, start, stop, norm)
+            assert_close(found, expected, dtype)
+            assert torch.equal(found[:, stop:], tokens[:, stop:])
+            assert torch.equal(found[:, :start], tokens[:, :start])
 
 
 @pytest.mark.parametrize("size", [1, 16, 40, 1536])
 @pytest.mark.parametrize("rows", [0, 1, 37])
-def test_silu_and_multiply(rows, size, dtype, at_most):
+@pytest.mark.parametrize("activation", Activation)
+def test_gated(rows, size, activation, dtype, at_most):
     gate_up = randn(rows, 2 * size, dtype=dtype) * 3
     gate, up = gate_up.double().chunk(2, dim=-1)
-    assert_close(make(dtype=dtype, at_most=at_most).silu_and_multiply(gate_up), gate * gate.sigmoid() * up, dtype)
+    if activation is Activation.SILU:
+        expected = gate * gate.sigmoid() * up
+    else:
+        expected = 0.5 * gate * (1 + (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh()) * up
+    assert_close(make(dtype=dtype, at_most=at_most).gated(gate_up, activation), expected, dtype)
+    torch.testing.assert_close(
+        TorchKernels(9, dtype).gated(gate_up, activation).double(), expected, rtol=3e-2, atol=3e-2
+    )
 
 
-def test_silu_at_the_ends(dtype, at_most):
+@pytest.mark.parametrize("activation", Activation)
+def test_activations_at_the_ends(activation, dtype, at_most):
     gates = [-math.inf, -3e38, -1e35, -100.0, -88.0, 0.0, 88.0, 1e38, math.inf, math.nan, *[1.0] * 6]
     gate_up = torch.tensor([[*gates, *[2.0] * 16]], dtype=dtype)
-    found = make(dtype=dtype, at_most=at_most).silu_and_multiply(gate_up)
-    expected = torch.nn.functional.silu(gate_up[:, :16].float()) * 2
+    found = make(dtype=dtype, at_most=at_most).gated(gate_up, activation)
+    numbers = gate_up[:, :16].double()
+    silu, gelu = torch.nn.functional.silu, torch.nn.functional.gelu
+    expected = (silu(numbers) if activation is Activation.SILU else gelu(numbers, approximate="tanh")) * 2
     torch.testing.assert_close(found, expected.to(dtype), rtol=TOLERANCES[dtype], atol=1e-36, equal_nan=True)
 
 
+@pytest.mark.parametrize("share", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rotate(shape, dtype):
-    """The first heads turn as torch's do, the others stay."""
+def test_rotate(shape, share, dtype):
+    """The first heads turn as torch's do, or a half of each; the others stay."""
     heads, kv_heads, head_dim, *_ = shape
-    rotary = RotaryTable(torch.rand(head_dim // 2), 100, dtype, torch.device("cpu"))
+    rotary = RotaryTable(torch.rand(head_dim // 2 // share), 100, dtype, torch.device("cpu"), scale=1.5)
     tokens, positions = (
         randn(9, heads + 2 * kv_heads, head_dim, dtype=dtype),
         torch.tensor([0, 99, 5, 5, 1, 2, 3, 4, 50]),
@@ -349,10 +431,11 @@ def test_rotate(shape, dtype):
     found, expected = tokens.clone(), tokens.double()
     make(shape, dtype).rotate_(found, heads + kv_heads, rotary, positions)
     exact = RotaryTable.__new__(RotaryTable)
-    exact.table = rotary.table.double()
+    exact.table, exact.size = rotary.table.double(), rotary.size
     TorchKernels(heads, torch.float32).rotate_(expected, heads + kv_heads, exact, positions)
     assert_close(found, expected, dtype)
     assert torch.equal(found[:, heads + kv_heads :], tokens[:, heads + kv_heads :])
+    assert torch.equal(found[:, :, rotary.size :], tokens[:, :, rotary.size :])
 
 
 def test_to_bfloat16_as_torch_rounds(at_most):
@@ -360,7 +443,7 @@ def test_to_bfloat16_as_torch_rounds(at_most):
     ties = torch.arange(1 << 16, dtype=torch.int32) << 16 | 0x8000
     weight = torch.cat((ties - 1, ties, ties + 1)).view(torch.float32)
     hidden, delta = torch.ones(1, len(weight)), torch.zeros(1, len(weight), dtype=torch.bfloat16)
-    found = make(dtype=torch.bfloat16, at_most=at_most).add_norm(hidden, delta, RMSNorm(weight, 0.0))[0]
+    found = make(dtype=torch.bfloat16, at_most=at_most).add(hidden, delta, Residual(RMSNorm(weight, 0.0)))[0]
     torch.testing.assert_close(found, weight.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -370,9 +453,15 @@ def test_to_bfloat16_as_torch_rounds(at_most):
 def test_a_tensor_of_another_layout_is_refused():
     kernels = make(dtype=torch.bfloat16)
     with pytest.raises(InvariantError, match=r"torch\.float32 in strides \(32, 1\), not torch\.bfloat16"):
-        kernels.silu_and_multiply(randn(4, 32))
+        kernels.gated(randn(4, 32), Activation.SILU)
     with pytest.raises(InvariantError, match=r"in strides \(1, 4\)"):
-        kernels.silu_and_multiply(randn(32, 4, dtype=torch.bfloat16).t())
+        kernels.gated(randn(32, 4, dtype=torch.bfloat16).t(), Activation.SILU)
+
+
+def test_a_rotation_beyond_the_head_is_refused():
+    rotary = RotaryTable(torch.rand(33), 100, torch.float32, torch.device("cpu"))
+    with pytest.raises(InvariantError, match="a rotation of 66 elements for heads of 64"):
+        make().rotate_(randn(2, 15, 64), 12, rotary, torch.tensor([0, 1]))
 
 
 class Model:

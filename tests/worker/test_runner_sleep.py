@@ -124,7 +124,7 @@ def test_a_wake_that_finds_another_model(tiny_llama, runner, path, prompt):
     fall_asleep(runner, 2)
     shutil.rmtree(path)
     tiny_llama.write(path, "bias")
-    with pytest.raises(ModelError, match="is another model: head_dim is 16, not 8, attention_bias is True"):
+    with pytest.raises(ModelError, match="is another model: head_dim is 16, not 8, rotary_dim is 16, not 8, attent"):
         runner.wake(ALL_TAGS)
     assert asleep(runner) == ALL_TAGS
     shutil.rmtree(path)

@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import TensorType
-from trioengine.hub.llama_config import RopeScaling, RopeType, config_from_hf
+from trioengine.hub.checkpoint import GGUF_ARCHITECTURES, HF_ARCHITECTURES
+from trioengine.hub.llama_config import config_from_hf
 from trioengine.hub.model_config import Fields
+from trioengine.hub.rope_config import RopeScaling, RopeType
 from trioengine.worker.kernels.linear import make_linear
-from trioengine.worker.models.llama import inverse_frequencies
+from trioengine.worker.kernels.rotary import inverse_frequencies
 from trioengine.worker.weights import open_checkpoint
 
 TYPES = [tensor_type.name for tensor_type in TensorType]
@@ -104,9 +106,9 @@ def test_gguf_says_what_transformers_says(tiny_llama, tmp_path, variant):
     extra = {}
     if variant == "llama3":
         scaling = open_checkpoint(str(tiny_llama.write(tmp_path, variant))).config.rope_scaling
-        assert scaling == RopeScaling(RopeType.LLAMA3, 8.0, 1.0, 4.0, 64)
-        plain = inverse_frequencies(10000.0, 8, RopeScaling())
-        extra["rope_freqs.weight"] = (plain / inverse_frequencies(10000.0, 8, scaling)).numpy()
+        assert scaling == RopeScaling(RopeType.LLAMA3, 8.0, 64, 1.0, 4.0)
+        plain = inverse_frequencies(10000.0, 8, RopeScaling(), 256)
+        extra["rope_freqs.weight"] = (plain / inverse_frequencies(10000.0, 8, scaling, 256)).numpy()
     runner = load(write_gguf(tiny_llama, tmp_path / "tiny.gguf", variant, extra=extra))
     assert generate(runner, [tiny_llama.PROMPT], 48)[0] == [EXPECTED[variant]["output"]]
 
@@ -243,7 +245,7 @@ def test_gguf_that_is_cut(tiny_llama, tmp_path):
 
 def test_gguf_of_another_architecture(tiny_llama, tmp_path):
     path = write_gguf(tiny_llama, tmp_path / "tiny.gguf", "plain", architecture="mamba")
-    with pytest.raises(ModelError, match=r"'mamba' is not supported; supported: llama, qwen2"):
+    with pytest.raises(ModelError, match=f"'mamba' is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}"):
         load(path)
 
 
@@ -362,12 +364,12 @@ def test_buffers_and_tied_heads_are_passed_over(tiny_llama, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "'mamba' is not supported; supported: idefics3, llama, qwen2, smolvlm"),
+        ({"model_type": "mamba"}, f"'mamba' is not supported; supported: {', '.join(HF_ARCHITECTURES)}"),
         ({"model_type": None}, "model_type None (architectures ['LlamaForCausalLM']) is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-            "rope scaling 'yarn' is not supported; supported: default",
+            {"rope_scaling": {"rope_type": "mrope", "factor": 2.0}},
+            "rope scaling 'mrope' is not supported; supported: default",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor must be a number above 0"),
         ({"rope_scaling": [1]}, "config.json: rope_scaling must be an object, got [1]"),

@@ -4,8 +4,11 @@ A checkpoint is a GGUF file, or a directory with config.json and model.safetenso
 architecture is checked first, then its configuration, then the names and shapes of its tensors.
 
 Another architecture is one more file of this package: a module whose name ends with `_config` and that declares
-MODEL_TYPES reads the files of these types. It defines `config_from_hf(fields, num_tensors)`, and for GGUF files
-`config_from_gguf(metadata, shapes, path)`, `hf_name(tensor)` and `interleaved_heads(tensor, config)`.
+MODEL_TYPES reads the files of these types. It defines
+* `config_from_hf(fields, num_tensors)`;
+* for GGUF files `config_from_gguf(metadata, shapes, path)` and `hf_name(tensor)`;
+* for GGUF files of some architectures GGUF_TYPES, their names where these differ from MODEL_TYPES,
+  `interleaved_heads(tensor, config)`, and `stored_offset(tensor)`.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import pkgutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,6 +54,7 @@ class GGUFModelHeader:
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
     interleaved_heads: dict[str, int]  # of each tensor in which dimensions i and i + head_dim / 2 lie side by side
+    offsets: dict[str, float]  # of each tensor to which llama.cpp has added a number
 
 
 def read_safetensors(directory: Path) -> SafetensorsHeader:
@@ -75,7 +80,8 @@ def read_gguf(buffer: memoryview, path: Path, *, arrays: Container[str] = ()) ->
     _check_tensors(path, config, {name: tensor.shape for name, tensor in tensors.items()})
     heads = {name: architecture.interleaved_heads(name, config) for name in tensors}
     interleaved = {name: count for name, count in heads.items() if count is not None}
-    return GGUFModelHeader(config, header.metadata, tensors, interleaved)
+    offsets = {name: offset for name in tensors if (offset := architecture.stored_offset(name))}
+    return GGUFModelHeader(config, header.metadata, tensors, interleaved, offsets)
 
 
 def map_file(path: Path) -> mmap.mmap:
@@ -99,25 +105,36 @@ class GGUFArchitecture:
     config: Callable[[Mapping[str, Any], Mapping[str, Shape], Path], LlamaConfig]
     hf_name: Callable[[str], str]  # the Hugging Face name of a GGUF tensor
     interleaved_heads: Callable[[str, LlamaConfig], int | None]  # of a tensor, by its Hugging Face name
+    stored_offset: Callable[[str], float]  # the same: a number that llama.cpp has added to it
 
 
-def _config_modules() -> Iterator[tuple[str, ModuleType]]:
-    """Yield the modules that read configurations, by model type, in alphabetical order."""
+def _config_modules() -> list[ModuleType]:
+    """Return the modules that read configurations."""
     names = (found.name for found in pkgutil.iter_modules(hub.__path__, f"{hub.__name__}."))
     modules = [import_module(name) for name in names if name.endswith("_config")]
-    yield from sorted((kind, module) for module in modules for kind in getattr(module, "MODEL_TYPES", ()))
+    return [module for module in modules if hasattr(module, "MODEL_TYPES")]
+
+
+def _hf_architectures() -> Iterator[tuple[str, Callable[[Fields, int], ModelConfig]]]:
+    for module in _config_modules():
+        for kind in module.MODEL_TYPES:
+            yield kind, module.config_from_hf
+
+
+def _gguf_architectures() -> Iterator[tuple[str, GGUFArchitecture]]:
+    for module in _config_modules():
+        if hasattr(module, "config_from_gguf"):
+            heads = getattr(module, "interleaved_heads", lambda name, config: None)
+            offset = getattr(module, "stored_offset", lambda name: 0.0)
+            architecture = GGUFArchitecture(module.config_from_gguf, module.hf_name, heads, offset)
+            for kind in getattr(module, "GGUF_TYPES", module.MODEL_TYPES):
+                yield kind, architecture
 
 
 # By the `model_type` of config.json; called with its fields and the number of tensors.
-HF_ARCHITECTURES: dict[str, Callable[[Fields, int], ModelConfig]] = {
-    kind: module.config_from_hf for kind, module in _config_modules()
-}
+HF_ARCHITECTURES: dict[str, Callable[[Fields, int], ModelConfig]] = dict(sorted(_hf_architectures(), key=itemgetter(0)))
 # By the `general.architecture` of a GGUF file.
-GGUF_ARCHITECTURES = {
-    kind: GGUFArchitecture(module.config_from_gguf, module.hf_name, module.interleaved_heads)
-    for kind, module in _config_modules()
-    if hasattr(module, "config_from_gguf")
-}
+GGUF_ARCHITECTURES = dict(sorted(_gguf_architectures(), key=itemgetter(0)))
 
 
 def _supported(fields: Fields, field: str, supported: Iterable[str]) -> str:

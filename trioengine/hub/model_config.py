@@ -19,6 +19,7 @@ from trioengine.core.wording import brief
 
 Shape: TypeAlias = tuple[int, ...]  # rows first
 
+_LEAST = 2.0**-126  # of float32's normal numbers
 MAX_JSON = 6 << 20  # bytes
 MAX_VALUES = 1 << 18  # in a JSON text, counted by its separators; at most about 110 bytes of memory each
 
@@ -91,6 +92,21 @@ class Fields:
         """Return the unchecked value; None if it is absent."""
         return self._values.get(field)
 
+    def has(self, field: str) -> bool:
+        """Return whether the field is there, maybe as null."""
+        return field in self._values
+
+    def defaulting(self, defaults: Mapping[str, Any]) -> Fields:
+        """Return fields in which `defaults` replace absent or null ones."""
+        given = {name: entry for name, entry in self._values.items() if entry is not None}
+        return Fields(self.path, {**defaults, **given}, self._prefix)
+
+    def without(self, *names: str) -> Fields:
+        """Return the fields but for these."""
+        return Fields(
+            self.path, {name: value for name, value in self._values.items() if name not in names}, self._prefix
+        )
+
     def string(self, field: str) -> str:
         """Return a string, or the `content` of an added token's object; "" if it is absent or null."""
         value = self.get(field)
@@ -108,11 +124,19 @@ class Fields:
         except ValueError:
             raise self.bad(field, f"must be an integer from 1 to {MAX_COUNT}", default) from None
 
-    def number(self, field: str, default: float | None = None) -> float:
-        """Return a number above 0 in float32's range; the `default`, if given, for an absent or null field."""
+    def index(self, field: str, default: int) -> int:
+        """Return an integer from 0 to 2**31 - 1; the `default` for an absent or null field."""
         value = self.get(field)
         try:
-            return number(default if value is None else value, 0.0, MAX_FLOAT32, above=True)
+            return integer(default if value is None else value, 0, MAX_COUNT)
+        except ValueError:
+            raise self.bad(field, f"must be an integer from 0 to {MAX_COUNT}") from None
+
+    def number(self, field: str, default: float | None = None) -> float:
+        """Return a normal number of float32, above 0; the `default`, if given, for an absent or null field."""
+        value = self.get(field)
+        try:
+            return number(default if value is None else value, _LEAST, MAX_FLOAT32)
         except ValueError:
             raise self.bad(field, f"must be a number above 0 and at most {MAX_FLOAT32}") from None
 
@@ -128,8 +152,7 @@ class Fields:
         value = self.get(field)
         if value is not None and not isinstance(value, Mapping):
             raise self.bad(field, "must be an object")
-        given = {name: entry for name, entry in (value or {}).items() if entry is not None}
-        return Fields(self.path, {**(defaults or {}), **given}, f"{self._prefix}{field}.")
+        return Fields(self.path, value or {}, f"{self._prefix}{field}.").defaulting(defaults or {})
 
     def numbers(self, field: str, count: int, default: float, low: float) -> tuple[float, ...]:
         """Return `count` numbers from `low` up in float32's range; all are `default` for an absent or null field."""

@@ -5,7 +5,8 @@ This module is their interface, with the parameters that models pass to them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,35 +27,83 @@ class RMSNorm:
     epsilon: float
 
 
-class RotaryTable:
-    """Cosines and sines of all positions, each for both halves of a head."""
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """How a block's result is added to the residual stream: `hidden += scale * delta_norm(delta)`.
 
-    def __init__(self, frequencies: Tensor, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+    The next block gets `norm(hidden)`. No norm: the numbers themselves.
+    """
+
+    norm: RMSNorm | None
+    delta_norm: RMSNorm | None = None
+    scale: float = 1.0
+
+
+class RotaryTable:
+    """Cosines and sines of all positions, for the first `size` elements of a head (arXiv 2104.09864)."""
+
+    def __init__(
+        self,
+        frequencies: Tensor,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scale: float = 1.0,
+    ) -> None:
+        """`frequencies` [size / 2], in radians a position; `scale` multiplies cosines and sines."""
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-        cos, sin = angles.cos(), angles.sin()
-        table = torch.cat((cos, cos, -sin, sin), dim=-1)  # the sine carries the rotation's sign
-        self.table = table.to(device=device, dtype=dtype)  # [max_positions, 2 * head_dim]
+        self.size = 2 * len(frequencies)
+        self.table = torch.empty((max_positions, 2 * self.size), dtype=dtype, device=device)
+        first_cos, second_cos, minus_sin, sin = self.table.chunk(4, dim=1)  # the sine carries the rotation's sign
+        first_cos.copy_(angles.cos().mul_(scale))
+        second_cos.copy_(first_cos)
+        sin.copy_(angles.sin_().mul_(scale))
+        torch.neg(sin, out=minus_sin)
+
+
+class Activation(enum.Enum):
+    """The function of the gates in an MLP."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The weights of one of Llama's layers (arXiv 2302.13971); projections that share their input are one."""
+    """The weights of one layer: attention, and an MLP with gates. Projections that share their input are one."""
 
-    input_norm: RMSNorm
     qkv: Linear
     output: Linear
-    post_attention_norm: RMSNorm
     gate_up: Linear
     down: Linear
+    attention_norm: RMSNorm | None  # of the hidden states that attention gets
+    mlp_norm: RMSNorm | None
+    attention_output_norm: RMSNorm | None = None  # of the result, before it is added
+    mlp_output_norm: RMSNorm | None = None
+    query_norm: RMSNorm | None = None  # of each head, or of all together: as large as its weight
+    key_norm: RMSNorm | None = None
+    rotary: RotaryTable | None = None  # None: no rotation
+    window: int | None = None  # tokens that a query sees, itself among them; None: all before it
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All layers, and the norm behind them."""
+    """All layers, the norm behind them, and the numbers that they share."""
 
     layers: Sequence[DecoderLayer]
     norm: RMSNorm
-    rotary: RotaryTable
+    attention_scale: float  # of the products of queries and keys
+    residual_scale: float = 1.0  # of all results of attention and MLPs
+    activation: Activation = Activation.SILU
+
+    def residuals(self) -> Iterator[tuple[Residual, Residual]]:
+        """For each layer: behind its attention, and behind its MLP, where the next layer's norm follows."""
+        following = [*(layer.attention_norm for layer in self.layers[1:]), self.norm]
+        for layer, norm in zip(self.layers, following, strict=True):
+            yield (
+                Residual(layer.mlp_norm, layer.attention_output_norm, self.residual_scale),
+                Residual(norm, layer.mlp_output_norm, self.residual_scale),
+            )
 
 
 class Decoder(Protocol):
@@ -72,11 +121,11 @@ class Decoder(Protocol):
 class Attention(Protocol):
     """One step's attention: a backend lays out the batch once, and then runs every layer."""
 
-    def forward(self, layer: int, heads: Tensor) -> Tensor:
-        """Store the new keys and values, and attend to the context.
+    def forward(self, layer: int, heads: Tensor, scale: float, window: int | None = None) -> Tensor:
+        """Store the new keys and values, and attend to the context, or to the last `window` tokens of it.
 
-        heads [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values;
-        returns [num_tokens, num_heads * head_dim].
+        heads [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; `scale` multiplies the
+        products of queries and keys; returns [num_tokens, num_heads * head_dim].
         """
         ...
 
@@ -102,19 +151,29 @@ class Kernels(Protocol):
         """Whether each token's results have the same bits whatever other tokens the step has."""
         ...
 
-    def add_norm(self, hidden: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
-        """Add delta to hidden in place, and return the sum's norm, in dtype.
+    def add(self, hidden: Tensor, delta: Tensor, residual: Residual) -> Tensor:
+        """Add delta to hidden in place, and return the sum's norm, in dtype; the delta is consumed.
 
         hidden [num_tokens, size], float32; delta [num_tokens, size], dtype; returns [num_tokens, size].
         """
         ...
 
-    def rotate_(self, heads: Tensor, count: int, rotary: RotaryTable, positions: Tensor) -> None:
-        """Rotate the first `count` heads of [num_tokens, num_heads, head_dim] in place; positions [num_tokens]."""
+    def norm_heads_(self, heads: Tensor, start: int, stop: int, norm: RMSNorm) -> None:
+        """Normalize heads from `start` to `stop` of [num_tokens, num_heads, head_dim] in place.
+
+        Each head by itself, or all of a token together: as many elements as the norm's weight has.
+        """
         ...
 
-    def silu_and_multiply(self, gate_up: Tensor) -> Tensor:
-        """SwiGLU's `silu(gate) * up` (arXiv 2002.05202): [num_tokens, 2 * size], gates first -> [num_tokens, size]."""
+    def rotate_(self, heads: Tensor, count: int, rotary: RotaryTable, positions: Tensor) -> None:
+        """Rotate the first `count` heads of [num_tokens, num_heads, head_dim] in place; positions [num_tokens].
+
+        Elements behind the table's size stay.
+        """
+        ...
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """`activation(gate) * up` (arXiv 2002.05202): [num_tokens, 2 * size], gates first -> [num_tokens, size]."""
         ...
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:

@@ -114,8 +114,8 @@ class TokensInPlace {
 // and they are merged in their order, so that threads can share a long context and the bits do not depend on it.
 class TileAttention {
   public:
-    TileAttention(const Tile &tile, const Element *queries, int64_t stride, float scale)
-        : rows_(tile.tokens * GROUP_SIZE), first_(tile.context - tile.tokens) {
+    TileAttention(const Tile &tile, const Element *queries, int64_t stride, float scale, int64_t window)
+        : rows_(tile.tokens * GROUP_SIZE), first_(tile.context - tile.tokens), window_(window) {
         for (int r = 0; r < rows_; r++) {
             const Element *query = queries + r / GROUP_SIZE * stride + r % GROUP_SIZE * HEAD_DIM;
             for (int p = 0; p < PARTS; p++) ((Floats *)queries_[r])[p] = load(query + p * LANES, part_size(p)) * scale;
@@ -124,8 +124,9 @@ class TileAttention {
 
     void attend(const HeadCache &cache, int64_t segment, SegmentSums &sums) {
         sums.clear(rows_);
+        const int64_t first = std::max(begin_of(0) / KEYS * KEYS, segment * SEGMENT_SIZE);
         const int64_t end = std::min(seen_by(rows_ - 1), (segment + 1) * SEGMENT_SIZE);
-        for (int64_t start = segment * SEGMENT_SIZE; start < end; start += KEYS) {
+        for (int64_t start = first; start < end; start += KEYS) {
             const int here = int(std::min<int64_t>(KEYS, end - start));
             if constexpr (IS_QUANTIZED) read_scales(cache, start, here);
             if constexpr (RUN == LANES && GROUP_SIZE <= STRIP)
@@ -138,9 +139,11 @@ class TileAttention {
     }
 
   private:
-    int64_t seen_by(int r) const { return first_ + r / GROUP_SIZE + 1; }  // tokens
-    int seen_here(int r, int64_t start, int here) const {
-        return int(std::clamp<int64_t>(seen_by(r) - start, 0, here));
+    // Row r sees the tokens of its window: from begin_of up to seen_by.
+    int64_t seen_by(int r) const { return first_ + r / GROUP_SIZE + 1; }
+    int64_t begin_of(int r) const { return std::max<int64_t>(seen_by(r) - window_, 0); }
+    static int within(int64_t token, int64_t start, int here) {
+        return int(std::clamp<int64_t>(token - start, 0, here));
     }
 
     void read_scales(const HeadCache &cache, int64_t start, int count) {
@@ -165,10 +168,11 @@ class TileAttention {
 
     template <int ROWS, class Tokens>
     void attend_strip(const Tokens &tokens, int r, int64_t start, int here, SegmentSums &sums) {
-        const int count = seen_here(r + ROWS - 1, start, here);
-        if (count == 0) return;
+        const int count = within(seen_by(r + ROWS - 1), start, here);
+        if (count == within(begin_of(r), start, here)) return;
         score<ROWS>(tokens, r, count);
-        for (int i = r; i < r + ROWS; i++) weigh(i, seen_here(i, start, here), count, sums);
+        for (int i = r; i < r + ROWS; i++)
+            weigh(i, within(begin_of(i), start, here), within(seen_by(i), start, here), count, sums);
         add_values<ROWS>(tokens, r, start, here, sums);
     }
 
@@ -194,18 +198,19 @@ class TileAttention {
         }
     }
 
-    // Scores of the first `seen` keys become weights.
-    void weigh(int r, int seen, int count, SegmentSums &sums) {
+    // Scores of the keys from `begin` to `end` become weights, and those of others 0.
+    void weigh(int r, int begin, int end, int count, SegmentSums &sums) {
+        const auto is_seen = [=](Ints key) { return (key >= begin) & (key < end); };
         Ints lane;
         for (int i = 0; i < LANES; i++) lane[i] = i;
         const int groups = (count + LANES - 1) / LANES;
         Floats top = all(sums.largest[r]);
         for (int g = 0; g < groups; g++)
-            top = larger(top, lane + g * LANES < seen ? scores_[r][g] : all(-INFINITY));
+            top = larger(top, is_seen(lane + g * LANES) ? scores_[r][g] : all(-INFINITY));
         const float now = largest(top), base = now == -INFINITY ? 0 : now;
         Floats total{};
         for (int g = 0; g < groups; g++) {
-            const Floats weights = lane + g * LANES < seen ? exponential(scores_[r][g] - base) : Floats{};
+            const Floats weights = is_seen(lane + g * LANES) ? exponential(scores_[r][g] - base) : Floats{};
             total += weights;
             scores_[r][g] = IS_QUANTIZED ? weights * value_scales_[g] : weights;
         }
@@ -221,30 +226,37 @@ class TileAttention {
     // A key that not all rows of the strip see is left to those that do: 0 times a value that is not finite is nan.
     template <int ROWS, class Tokens>
     void add_values(const Tokens &tokens, int r, int64_t start, int here, SegmentSums &to) {
-        int seen[ROWS];  // ascending
-        for (int i = 0; i < ROWS; i++) seen[i] = seen_here(r + i, start, here);
+        int begin[ROWS], end[ROWS];  // ascending
+        for (int i = 0; i < ROWS; i++) {
+            begin[i] = within(begin_of(r + i), start, here);
+            end[i] = within(seen_by(r + i), start, here);
+        }
+        const int all_begin = begin[ROWS - 1], all_end = std::max(end[0], all_begin);  // seen by all rows
         const float *weights = (const float *)scores_[r];
         for (int first = 0; first < PARTS; first += WIDE) {
             Floats sums[ROWS][WIDE];
             for (int i = 0; i < ROWS; i++)
                 for (int p = 0; p < WIDE; p++) sums[i][p] = to.results[r + i][first + p];
-            for (int k = 0; k < seen[0]; k++) {
+            const auto add_others = [&](int i, int from, int to) {
+                for (int k = std::max(from, begin[i]); k < std::min(to, end[i]); k++)
+                    for (int p = 0; p < WIDE; p++) sums[i][p] += weights[i * KEYS + k] * tokens.value(k, first + p);
+            };
+            for (int i = 0; i < ROWS - 1; i++) add_others(i, 0, all_begin);
+            for (int k = all_begin; k < all_end; k++) {
                 Floats values[WIDE];
                 for (int p = 0; p < WIDE; p++) values[p] = tokens.value(k, first + p);
 #pragma GCC unroll 4
                 for (int i = 0; i < ROWS; i++)
                     for (int p = 0; p < WIDE; p++) sums[i][p] += weights[i * KEYS + k] * values[p];
             }
-            for (int i = 1; i < ROWS; i++)
-                for (int k = seen[0]; k < seen[i]; k++)
-                    for (int p = 0; p < WIDE; p++) sums[i][p] += weights[i * KEYS + k] * tokens.value(k, first + p);
+            for (int i = 1; i < ROWS; i++) add_others(i, all_end, here);
             for (int i = 0; i < ROWS; i++)
                 for (int p = 0; p < WIDE; p++) to.results[r + i][first + p] = sums[i][p];
         }
     }
 
     const int rows_;
-    const int64_t first_;  // position of the first token
+    const int64_t first_, window_;  // position of the first token; tokens that a query sees
     alignas(64) float queries_[QUERIES][PARTS * LANES];
     Floats scores_[QUERIES][GROUPS];
     Floats key_scales_[GROUPS], value_scales_[GROUPS];  // of a quantized cache
@@ -261,6 +273,7 @@ struct Tiles {
     const int64_t *tables;
     int64_t width;
     float scale;
+    int64_t window;  // tokens that a query sees, itself among them
     Element *out;
 
     static int64_t segments(const Tile &tile) { return (tile.context + SEGMENT_SIZE - 1) / SEGMENT_SIZE; }
@@ -268,7 +281,8 @@ struct Tiles {
     // Of one head of keys and values.
     void attend(const Tile &tile, int64_t head, int64_t first, int64_t last, SegmentSums *sums) const {
         const int64_t stride = (GROUP_SIZE + 2) * kv_heads * HEAD_DIM;
-        TileAttention attention(tile, heads + tile.row * stride + head * GROUP_SIZE * HEAD_DIM, stride, scale);
+        TileAttention attention(tile, heads + tile.row * stride + head * GROUP_SIZE * HEAD_DIM, stride, scale,
+                                window);
         const HeadCache cached{cache, kv_heads, head, tables + tile.sequence * width};
         SegmentSums next;
         for (int64_t segment = first; segment < last; segment++) {

@@ -10,24 +10,20 @@
 
 namespace {
 
-struct Norm {
-    const float *weight;
-    float epsilon;
-};
-
 struct Layer {
-    Norm input_norm;
-    Weight qkv, output;
-    Norm post_attention_norm;
-    Weight gate_up, down;
+    Weight qkv, output, gate_up, down;
+    Norm query_norm, key_norm;
+    Rotary rotary;
+    int64_t window;                   // tokens that a query sees, itself among them
+    Residual after_attention, after_mlp;  // the latter with the next layer's norm, or the last one
 };
 
 struct Decoder {
     const Layer *layers;
     int64_t num_layers, kv_heads;
-    const Element *rotary;  // a row for each position
-    Norm norm;              // behind the last layer
-    float scale;            // of the scores
+    Norm norm;    // of the embeddings
+    float scale;  // of the scores
+    Activation activation;
 };
 
 struct Step {
@@ -83,26 +79,30 @@ void clear(float *hidden, int64_t rows, int64_t size) {
     for (int64_t r = 0; r < rows; r++) std::memset(hidden + r * size, 0, size * sizeof(float));
 }
 
-// `next`: the product of the norm, or null.
-void normalize(float *hidden, const Element *delta, const Norm &norm, int64_t rows, int64_t size, Element *out,
-               const Weight *next, const Scratch &scratch) {
+// `next`: the product of the result, or null.
+void add_rows(float *hidden, Element *delta, const Residual &residual, int64_t rows, int64_t size, Element *out,
+              const Weight *next, const Scratch &scratch) {
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
-        add_norm_row(hidden + r * size, delta + r * size, norm.weight, norm.epsilon, size, out + r * size);
+        add_row(hidden + r * size, delta + r * size, residual, size, out + r * size);
         if (next != nullptr) prepare_row(out + r * size, r, *next, scratch.inputs);
     }
 }
 
-void attend(const Decoder &d, const Step &s, const LayerCache &cache, const Scratch &scratch) {
-    const int64_t all_heads = (GROUP_SIZE + 2) * d.kv_heads;
+void attend(const Decoder &d, const Layer &layer, const Step &s, const LayerCache &cache, const Scratch &scratch) {
+    const int64_t queries = GROUP_SIZE * d.kv_heads, all_heads = queries + 2 * d.kv_heads;
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < s.tokens; t++) {
-        Element *heads = scratch.wide + t * all_heads * HEAD_DIM;
-        for (int64_t h = 0; h < all_heads - d.kv_heads; h++)
-            rotate_head(heads + h * HEAD_DIM, HEAD_DIM, d.rotary + s.positions[t] * 2 * HEAD_DIM);
+        Element *heads = scratch.wide + t * all_heads * HEAD_DIM, *keys = heads + queries * HEAD_DIM;
+        if (layer.query_norm.is_there()) norm_parts(heads, queries * HEAD_DIM, layer.query_norm);
+        if (layer.key_norm.is_there()) norm_parts(keys, d.kv_heads * HEAD_DIM, layer.key_norm);
+        if (layer.rotary.table != nullptr)
+            for (int64_t h = 0; h < queries + d.kv_heads; h++)
+                rotate_head(heads + h * HEAD_DIM, layer.rotary.size, layer.rotary.at(s.positions[t]));
         store_token(heads, d.kv_heads, s.slots[t], cache);
     }
-    const Tiles tiles{s.tiles, s.num_tiles, d.kv_heads, scratch.wide, cache, s.tables, s.width, d.scale, scratch.narrow};
+    const Tiles tiles{s.tiles, s.num_tiles, d.kv_heads, scratch.wide,   cache, s.tables, s.width,
+                      d.scale, layer.window, scratch.narrow};
     if (scratch.sums == nullptr)
         attend_tiles(tiles);
     else
@@ -120,11 +120,11 @@ void prepare_attended(const Step &s, bool is_last, int64_t rows, int64_t size, c
     }
 }
 
-void activate(int64_t rows, const Weight &next, const Scratch &scratch) {
+void activate(int64_t rows, Activation activation, const Weight &next, const Scratch &scratch) {
     const int64_t size = next.inputs;
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
-        silu_and_multiply_row(scratch.wide + r * 2 * size, size, scratch.narrow + r * size);
+        gated_row(scratch.wide + r * 2 * size, size, activation, scratch.narrow + r * size);
         prepare_row(scratch.narrow + r * size, r, next, scratch.inputs);
     }
 }
@@ -134,31 +134,32 @@ void decode_layers(const Decoder &d, const Step &s, const Scratch &scratch) {
     const Inputs &x = scratch.inputs;
     Watch watch(scratch.times);
     clear(scratch.hidden, s.tokens, size);
+    add_rows(scratch.hidden, s.delta, {{}, 1.0f, d.norm}, s.tokens, size, scratch.narrow, &d.layers[0].qkv, scratch);
+    watch.lap(NORMS);
     for (int64_t i = 0; i < d.num_layers; i++) {
         const Layer &layer = d.layers[i];
         const bool is_last = i == d.num_layers - 1;
         const int64_t rows = is_last ? s.outputs : s.tokens;
         float *hidden = is_last ? scratch.selected : scratch.hidden;
-        normalize(scratch.hidden, s.delta, layer.input_norm, s.tokens, size, scratch.narrow, &layer.qkv, scratch);
-        watch.lap(NORMS);
         product(x, layer.qkv, s.tokens, scratch.wide);
         watch.lap(QKV);
-        attend(d, s, s.caches[i], scratch);
+        attend(d, layer, s, s.caches[i], scratch);
         prepare_attended(s, is_last, rows, size, layer.output, scratch);
         watch.lap(ATTENTION);
         product(x, layer.output, rows, s.delta);
         watch.lap(OUTPUT);
-        normalize(hidden, s.delta, layer.post_attention_norm, rows, size, scratch.narrow, &layer.gate_up, scratch);
+        add_rows(hidden, s.delta, layer.after_attention, rows, size, scratch.narrow, &layer.gate_up, scratch);
         watch.lap(NORMS);
         product(x, layer.gate_up, rows, scratch.wide);
         watch.lap(GATE_UP);
-        activate(rows, layer.down, scratch);
+        activate(rows, d.activation, layer.down, scratch);
         watch.lap(ACTIVATION);
         product(x, layer.down, rows, s.delta);
         watch.lap(DOWN);
+        Element *out = is_last ? s.out : scratch.narrow;
+        add_rows(hidden, s.delta, layer.after_mlp, rows, size, out, is_last ? nullptr : &d.layers[i + 1].qkv, scratch);
+        watch.lap(NORMS);
     }
-    normalize(scratch.selected, s.delta, d.norm, s.outputs, size, s.out, nullptr, scratch);
-    watch.lap(NORMS);
 }
 
 }  // namespace

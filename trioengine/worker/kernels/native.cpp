@@ -20,32 +20,36 @@ void store(const Element *heads, int64_t tokens, int64_t kv_heads, const int64_t
 
 // tables [sequences, width]; out [tokens, group_size * kv_heads, head_dim].
 void attend(const Element *heads, int64_t kv_heads, const LayerCache *cache, const int64_t *tables, int64_t width,
-            const Tile *tiles, int64_t num_tiles, float scale, Element *out) {
+            const Tile *tiles, int64_t num_tiles, float scale, int64_t window, Element *out) {
 #pragma omp parallel
-    attend_tiles({tiles, num_tiles, kv_heads, heads, *cache, tables, width, scale, out});
+    attend_tiles({tiles, num_tiles, kv_heads, heads, *cache, tables, width, scale, window, out});
 }
 
 // Bytes of the sums of a tile over a segment.
 int64_t sums_size() { return sizeof(SegmentSums); }
 
-void add_norm(float *hidden, const Element *delta, const float *weight, float epsilon, int64_t rows, int64_t size,
-              Element *out) {
+void add(float *hidden, Element *delta, const Residual *residual, int64_t rows, int64_t size, Element *out) {
 #pragma omp parallel for schedule(static) if (rows > 1)
-    for (int64_t r = 0; r < rows; r++)
-        add_norm_row(hidden + r * size, delta + r * size, weight, epsilon, size, out + r * size);
+    for (int64_t r = 0; r < rows; r++) add_row(hidden + r * size, delta + r * size, *residual, size, out + r * size);
 }
 
-void rotate(Element *heads, int64_t tokens, int64_t all_heads, int64_t count, const Element *table,
+// heads [tokens, all_heads, head_dim], of which the first `count` are normalized.
+void norm_heads(Element *heads, int64_t tokens, int64_t all_heads, int64_t count, const Norm *norm) {
+#pragma omp parallel for schedule(static) if (tokens > 1)
+    for (int64_t t = 0; t < tokens; t++) norm_parts(heads + t * all_heads * HEAD_DIM, count * HEAD_DIM, *norm);
+}
+
+void rotate(Element *heads, int64_t tokens, int64_t all_heads, int64_t count, const Rotary *rotary,
             const int64_t *positions) {
 #pragma omp parallel for schedule(static) if (tokens > 1)
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t h = 0; h < count; h++)
-            rotate_head(heads + (t * all_heads + h) * HEAD_DIM, HEAD_DIM, table + positions[t] * 2 * HEAD_DIM);
+            rotate_head(heads + (t * all_heads + h) * HEAD_DIM, rotary->size, rotary->at(positions[t]));
 }
 
-void silu_and_multiply(const Element *gate_up, int64_t rows, int64_t size, Element *out) {
+void gated(const Element *gate_up, int64_t rows, int64_t size, Activation activation, Element *out) {
 #pragma omp parallel for schedule(static) if (rows > 1)
-    for (int64_t r = 0; r < rows; r++) silu_and_multiply_row(gate_up + r * 2 * size, size, out + r * size);
+    for (int64_t r = 0; r < rows; r++) gated_row(gate_up + r * 2 * size, size, activation, out + r * size);
 }
 
 // ---- called by products.py ----

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trioengine.core.errors import InvariantError
+from trioengine.worker.kernels.addresses import address, window_size
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.kv_cache import KVCache
 
@@ -48,7 +49,7 @@ class NativeAttention:
         self.tiles = _tiles(batch, library.tile_size)
         self.num_segments = -(-int(batch.context_lens.max()) // SEGMENT_SIZE)  # of a sequence, at most
 
-    def forward(self, layer: int, heads: Tensor) -> Tensor:
+    def forward(self, layer: int, heads: Tensor, scale: float, window: int | None = None) -> Tensor:
         library, kv_heads = self._library, self._num_kv_heads
         tokens, _, head_dim = heads.shape
         result = heads.new_empty((tokens, library.group_size * kv_heads * head_dim))
@@ -62,7 +63,8 @@ class NativeAttention:
             self.tables.shape[1],
             self.tiles.data_ptr(),
             len(self.tiles),
-            head_dim**-0.5,
+            scale,
+            window_size(window),
             result.data_ptr(),
         )
         return result
@@ -88,10 +90,3 @@ def _tiles(batch: ForwardBatch, size: int) -> Tensor:
     rows = (np.cumsum(batch.query_lens) - batch.query_lens)[sequences] + offsets
     contexts = batch.context_lens[sequences] - new + offsets + tokens
     return torch.from_numpy(np.stack((sequences, rows, tokens, contexts), axis=1))
-
-
-def address(tensor: Tensor, dtype: torch.dtype) -> int:
-    """Return the address, once dtype and layout are checked: C++ would read garbage from any other tensor."""
-    if tensor.dtype != dtype or not tensor.is_contiguous():
-        raise InvariantError(f"a native kernel got {tensor.dtype} in strides {tensor.stride()}, not {dtype} in a row")
-    return tensor.data_ptr()

@@ -11,9 +11,20 @@ from torch import Tensor
 
 from trioengine.core.errors import InvariantError
 from trioengine.hub.model_config import TextConfig
-from trioengine.worker.kernels import Attention, DecoderLayer, DecoderWeights, RMSNorm
+from trioengine.worker.kernels import Attention, DecoderLayer, DecoderWeights, Residual
+from trioengine.worker.kernels.addresses import (
+    ACTIVATIONS,
+    NormAddress,
+    ResidualAddress,
+    RotaryAddress,
+    address,
+    norm_address,
+    residual_address,
+    rotary_address,
+    window_size,
+)
 from trioengine.worker.kernels.batch import ForwardBatch
-from trioengine.worker.kernels.native_attention import NativeAttention, address
+from trioengine.worker.kernels.native_attention import NativeAttention
 from trioengine.worker.kernels.products import InputsAddress, NativeLinear, Profile, WeightAddress
 
 _MOST_SUMS = 64 << 20  # bytes of the segments' sums
@@ -23,18 +34,18 @@ OPERATIONS = ("norms", "qkv", "attention", "output", "gate_up", "activation", "d
 FUNCTIONS: Mapping[str, tuple[type, ...]] = {"decode": (_ADDRESS, _ADDRESS, _ADDRESS)}
 
 
-class _Norm(ctypes.Structure):
-    _fields_ = (("weight", _ADDRESS), ("epsilon", _FLOAT))
-
-
 class _Layer(ctypes.Structure):
     _fields_ = (
-        ("input_norm", _Norm),
         ("qkv", WeightAddress),
         ("output", WeightAddress),
-        ("post_attention_norm", _Norm),
         ("gate_up", WeightAddress),
         ("down", WeightAddress),
+        ("query_norm", NormAddress),
+        ("key_norm", NormAddress),
+        ("rotary", RotaryAddress),
+        ("window", _COUNT),
+        ("after_attention", ResidualAddress),
+        ("after_mlp", ResidualAddress),
     )
 
 
@@ -43,9 +54,9 @@ class _Decoder(ctypes.Structure):
         ("layers", _ADDRESS),
         ("num_layers", _COUNT),
         ("kv_heads", _COUNT),
-        ("rotary", _ADDRESS),
-        ("norm", _Norm),
+        ("norm", NormAddress),
         ("scale", _FLOAT),
+        ("activation", _COUNT),
     )
 
 
@@ -92,14 +103,15 @@ class NativeDecoder:
         products = [_products(layer) for layer in weights.layers]
         self._weights = weights  # the memory at the addresses
         self._products = products[0][0].products
-        self._layers = (_Layer * len(products))(*map(_layer, weights.layers, products))
+        self._head_dim = config.head_dim
+        self._layers = (_Layer * len(products))(*map(self._layer, weights.layers, products, weights.residuals()))
         self._decoder = _Decoder(
             ctypes.addressof(self._layers),
             len(products),
             config.num_kv_heads,
-            address(weights.rotary.table, self._products.dtype),
-            _norm(weights.norm),
-            config.head_dim**-0.5,
+            norm_address(weights.layers[0].attention_norm),
+            weights.attention_scale,
+            ACTIVATIONS[weights.activation],
         )
         self._size = config.hidden_size
         self._layer_products = products
@@ -139,6 +151,20 @@ class NativeDecoder:
             self._add_times(profile, times, tokens, len(rows))
         return result
 
+    def _layer(
+        self, layer: DecoderLayer, products: tuple[NativeLinear, ...], residuals: tuple[Residual, Residual]
+    ) -> _Layer:
+        if layer.rotary is not None and layer.rotary.size > self._head_dim:
+            raise InvariantError(f"a rotation of {layer.rotary.size} elements for heads of {self._head_dim}")
+        return _Layer(
+            *(product.address for product in products),
+            norm_address(layer.query_norm),
+            norm_address(layer.key_norm),
+            rotary_address(layer.rotary, self._products.dtype),
+            window_size(layer.window),
+            *map(residual_address, residuals),
+        )
+
     def _add_times(self, profile: Profile, times: Iterable[int], tokens: int, outputs: int) -> None:
         """`times`: nanoseconds of each operation. The last layer computes only its first product for all tokens."""
         seconds = {name: count / 1e9 for name, count in zip(OPERATIONS, times, strict=True)}
@@ -166,12 +192,3 @@ class NativeDecoder:
             segments,
             times,
         )
-
-
-def _layer(layer: DecoderLayer, products: tuple[NativeLinear, ...]) -> _Layer:
-    qkv, output, gate_up, down = (product.address for product in products)
-    return _Layer(_norm(layer.input_norm), qkv, output, _norm(layer.post_attention_norm), gate_up, down)
-
-
-def _norm(norm: RMSNorm) -> _Norm:
-    return _Norm(address(norm.weight, torch.float32), norm.epsilon)

@@ -10,8 +10,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from trioengine.core.errors import InvariantError
 from trioengine.hub.model_config import TextConfig
-from trioengine.worker.kernels import Attention, Decoder, DecoderWeights, RMSNorm, RotaryTable, native_decoder, products
+from trioengine.worker.kernels import (
+    Activation,
+    Attention,
+    Decoder,
+    DecoderWeights,
+    Residual,
+    RMSNorm,
+    RotaryTable,
+    native_decoder,
+    products,
+)
+from trioengine.worker.kernels.addresses import ACTIVATIONS, address, norm_address, residual_address, rotary_address
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.compiler import load_library
 from trioengine.worker.kernels.kv_cache import KVCache
@@ -19,7 +31,6 @@ from trioengine.worker.kernels.native_attention import (
     SEGMENT_SIZE,
     LayerCacheAddress,
     NativeAttention,
-    address,
     cache_addresses,
 )
 from trioengine.worker.kernels.native_decoder import NativeDecoder
@@ -31,11 +42,12 @@ _TILE_BYTES = 72 << 10  # of queries, scores and results, in float32
 _KEYS, _LANES = 64, 16  # of attention.h, at most
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _FUNCTIONS: Mapping[str, tuple[type, ...]] = {
-    "add_norm": (_ADDRESS, _ADDRESS, _ADDRESS, _FLOAT, _COUNT, _COUNT, _ADDRESS),
+    "add": (_ADDRESS, _ADDRESS, _ADDRESS, _COUNT, _COUNT, _ADDRESS),
+    "norm_heads": (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS),
     "rotate": (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS, _ADDRESS),
-    "silu_and_multiply": (_ADDRESS, _COUNT, _COUNT, _ADDRESS),
+    "gated": (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS),
     "store": (_ADDRESS, _COUNT, _COUNT, _ADDRESS, _ADDRESS),
-    "attend": (_ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _COUNT, _FLOAT, _ADDRESS),
+    "attend": (_ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _COUNT, _FLOAT, _COUNT, _ADDRESS),
     **products.FUNCTIONS,
     **native_decoder.FUNCTIONS,
 }
@@ -86,22 +98,30 @@ class NativeKernels:
         self.products = Products(self.native, dtype)
         self._caches: WeakKeyDictionary[KVCache, ctypes.Array[LayerCacheAddress]] = WeakKeyDictionary()
 
-    def add_norm(self, hidden: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
+    def add(self, hidden: Tensor, delta: Tensor, residual: Residual) -> Tensor:
         rows, size = hidden.shape
         result = torch.empty_like(delta)
-        addresses = (address(hidden, torch.float32), address(delta, self.dtype), address(norm.weight, torch.float32))
-        self.native.add_norm(*addresses, norm.epsilon, rows, size, result.data_ptr())
+        at = ctypes.byref(residual_address(residual))
+        self.native.add(address(hidden, torch.float32), address(delta, self.dtype), at, rows, size, result.data_ptr())
         return result
 
-    def rotate_(self, heads: Tensor, count: int, rotary: RotaryTable, positions: Tensor) -> None:
-        tokens, all_heads, _ = heads.shape
-        table = address(rotary.table, self.dtype)
-        self.native.rotate(address(heads, self.dtype), tokens, all_heads, count, table, address(positions, torch.int64))
+    def norm_heads_(self, heads: Tensor, start: int, stop: int, norm: RMSNorm) -> None:
+        tokens, all_heads, head_dim = heads.shape
+        first = address(heads, self.dtype) + start * head_dim * heads.itemsize
+        self.native.norm_heads(first, tokens, all_heads, stop - start, ctypes.byref(norm_address(norm)))
 
-    def silu_and_multiply(self, gate_up: Tensor) -> Tensor:
+    def rotate_(self, heads: Tensor, count: int, rotary: RotaryTable, positions: Tensor) -> None:
+        tokens, all_heads, head_dim = heads.shape
+        if rotary.size > head_dim:
+            raise InvariantError(f"a rotation of {rotary.size} elements for heads of {head_dim}")
+        at = ctypes.byref(rotary_address(rotary, self.dtype))
+        self.native.rotate(address(heads, self.dtype), tokens, all_heads, count, at, address(positions, torch.int64))
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         rows, size = gate_up.shape
         result = gate_up.new_empty((rows, size // 2))
-        self.native.silu_and_multiply(address(gate_up, self.dtype), rows, size // 2, result.data_ptr())
+        at = address(gate_up, self.dtype)
+        self.native.gated(at, rows, size // 2, ACTIVATIONS[activation], result.data_ptr())
         return result
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from trioengine.core.errors import InvariantError
+from trioengine.worker.kernels.addresses import address
 from trioengine.worker.kernels.integer_weights import GROUP, IntegerWeight, pack_integers
-from trioengine.worker.kernels.native_attention import address
 
 _ROW_GROUP = 4  # floats.h's, or more
 _ADDRESS, _COUNT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32

@@ -20,21 +20,68 @@ inline Floats exponential(Floats x) {
     return x < -87.0f ? Floats{} : x <= 88.0f ? inside : x + all(INFINITY);
 }
 
-// The root of the mean square scales x + delta, which x becomes.
-inline void add_norm_row(float *x, const Element *delta, const float *weight, float epsilon, int64_t size, Element *out) {
+// x * weight / sqrt(mean(x ** 2) + epsilon), of `size` elements at a time.
+struct Norm {
+    const float *weight;  // null: there is no norm
+    float epsilon;
+    int64_t size;
+
+    bool is_there() const { return weight != nullptr; }
+    float scale(Floats squares) const { return 1.0f / std::sqrt(sum(squares) / size + epsilon); }
+};
+
+template <class Number>
+Floats squares_of(const Number *x, int64_t size) {
     Floats squares{};
     for_lanes(size, [&](int64_t i, int count) {
-        const Floats v = load(x + i, count) + load(delta + i, count);
-        store_lanes(x + i, v, count);
+        const Floats v = load(x + i, count);
         squares += v * v;
     });
-    const float scale = 1.0f / std::sqrt(sum(squares) / size + epsilon);
-    for_lanes(size, [&](int64_t i, int count) {
-        store_lanes(out + i, load(x + i, count) * scale * load(weight + i, count), count);
+    return squares;
+}
+
+template <class Number>
+void norm_row(const Number *x, Floats squares, const Norm &norm, Element *out) {
+    const float scale = norm.scale(squares);
+    for_lanes(norm.size, [&](int64_t i, int count) {
+        store_lanes(out + i, load(x + i, count) * scale * load(norm.weight + i, count), count);
     });
 }
 
-// Hugging Face's layout: element i turns with i + size / 2. A position's row of the table is cos, cos, -sin, sin.
+// In place; the norm's size divides `size`.
+inline void norm_parts(Element *x, int64_t size, const Norm &norm) {
+    for (int64_t i = 0; i < size; i += norm.size) norm_row(x + i, squares_of(x + i, norm.size), norm, x + i);
+}
+
+// How a block's result is added to the residual stream, and what the next block gets.
+struct Residual {
+    Norm delta_norm;  // of the result
+    float scale;      // of the result, behind its norm
+    Norm norm;        // of the sum
+};
+
+// x becomes x + delta; the delta becomes its norm.
+inline void add_row(float *x, Element *delta, const Residual &residual, int64_t size, Element *out) {
+    if (residual.delta_norm.is_there()) norm_parts(delta, size, residual.delta_norm);
+    Floats squares{};
+    for_lanes(size, [&](int64_t i, int count) {
+        const Floats v = load(x + i, count) + load(delta + i, count) * residual.scale;
+        store_lanes(x + i, v, count);
+        squares += v * v;
+    });
+    if (residual.norm.is_there()) return norm_row(x, squares, residual.norm, out);
+    for_lanes(size, [&](int64_t i, int count) { store_lanes(out + i, load(x + i, count), count); });
+}
+
+// Cosines and sines of all positions, for the first `size` elements of a head: a row is cos, cos, -sin, sin.
+struct Rotary {
+    const Element *table;  // null: no rotation
+    int64_t size;
+
+    const Element *at(int64_t position) const { return table + position * 2 * size; }
+};
+
+// Hugging Face's layout: element i turns with i + size / 2.
 inline void rotate_head(Element *x, int64_t size, const Element *cosines) {
     const Element *sines = cosines + size + size / 2;
     Element *y = x + size / 2;
@@ -45,11 +92,18 @@ inline void rotate_head(Element *x, int64_t size, const Element *cosines) {
     });
 }
 
+enum Activation : int64_t { SILU, GELU_TANH };
+
+// gelu's approximation by tanh: x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x ** 3)).
+inline Floats activated(Floats x, Activation activation) {
+    const Floats inside = activation == SILU ? x : x * (1.5957691216f + 0.0713548162726f * x * x);
+    return x / (1.0f + exponential(-inside));
+}
+
 // Gates, and behind them as many to be multiplied.
-inline void silu_and_multiply_row(const Element *gates, int64_t size, Element *out) {
+inline void gated_row(const Element *gates, int64_t size, Activation activation, Element *out) {
     for_lanes(size, [&](int64_t i, int count) {
-        const Floats gate = load(gates + i, count);
-        store_lanes(out + i, gate / (1.0f + exponential(-gate)) * load(gates + size + i, count), count);
+        store_lanes(out + i, activated(load(gates + i, count), activation) * load(gates + size + i, count), count);
     });
 }
 

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.nn.functional import silu
 
 from trioengine.hub.model_config import TextConfig
-from trioengine.worker.kernels import Attention, Decoder, DecoderWeights, RMSNorm, RotaryTable
+from trioengine.worker.kernels import Activation, Attention, Decoder, DecoderWeights, Residual, RMSNorm, RotaryTable
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.decoder import LayerByLayer
 from trioengine.worker.kernels.kv_cache import KVCache, dequantized, quantized
@@ -31,30 +30,41 @@ class TorchKernels:
         """For a model with that many heads of queries."""
         self._num_heads, self._dtype = num_heads, dtype
 
-    def add_norm(self, hidden: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
-        """By way of the vector norm: torch's own rms_norm takes nine kernels on the CPU, and twice the time."""
-        hidden.add_(delta)
-        length: Tensor = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)  # [num_tokens, 1]
-        scale = (length * length).mul_(1.0 / hidden.shape[-1]).add_(norm.epsilon).rsqrt_()
-        return (hidden * scale).mul_(norm.weight).to(delta.dtype)
+    def add(self, hidden: Tensor, delta: Tensor, residual: Residual) -> Tensor:
+        if residual.delta_norm is not None:
+            delta = _normalized(delta, residual.delta_norm)
+        hidden.add_(delta, alpha=residual.scale)
+        return hidden.to(delta.dtype) if residual.norm is None else _normalized(hidden, residual.norm, delta.dtype)
+
+    def norm_heads_(self, heads: Tensor, start: int, stop: int, norm: RMSNorm) -> None:
+        part = heads[:, start:stop]
+        part.copy_(_normalized(part.reshape(len(part), -1, len(norm.weight)), norm).view(part.shape))
 
     def rotate_(self, heads: Tensor, count: int, rotary: RotaryTable, positions: Tensor) -> None:
         """The sine carries the rotation's sign: turning is two products, of the vector and of its swapped halves."""
-        cos, sin = rotary.table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)  # [num_tokens, 1, head_dim]
-        turned = heads[:, :count]
-        tokens, _, size = turned.shape
-        swapped = turned.view(tokens, count, 2, size // 2).flip(2).view(tokens, count, size)
+        cos, sin = rotary.table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)  # [num_tokens, 1, size]
+        turned = heads[:, :count, : rotary.size]
+        swapped = turned.roll(rotary.size // 2, dims=2)
         torch.addcmul(turned * cos, swapped, sin, out=turned)
 
-    def silu_and_multiply(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return silu(gate).mul_(up)
+        activated = F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")
+        return activated.mul_(up)
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
         return TorchAttention(batch, cache, self._num_heads, self._dtype)
 
     def decoder(self, config: TextConfig, weights: DecoderWeights) -> Decoder:
         return LayerByLayer(self, config, weights)
+
+
+def _normalized(x: Tensor, norm: RMSNorm, dtype: torch.dtype | None = None) -> Tensor:
+    """In `dtype`, or in x's, by the vector norm: torch's rms_norm takes nine kernels on the CPU, twice the time."""
+    numbers = x.float()
+    length: Tensor = torch.linalg.vector_norm(numbers, dim=-1, keepdim=True)
+    scale = (length * length).mul_(1.0 / x.shape[-1]).add_(norm.epsilon).rsqrt_()
+    return (numbers * scale).mul_(norm.weight).to(dtype or x.dtype)
 
 
 _CPU_GATHER_BYTES = 3 << 20  # keys and values gathered at a time, so that the caches still hold them when they are read
@@ -69,7 +79,7 @@ class _DecodeGroup:
     start: int  # rows of the batch
     stop: int
     rows: Tensor  # [2 * num_seqs * num_kv_heads * num_blocks]: of the cache as [blocks * heads, block_size * head_dim]
-    mask: Tensor  # [num_seqs * num_kv_heads, 1, num_blocks * block_size]: 0, or -inf beyond the context
+    lengths: Tensor  # [num_seqs]: tokens of each context
     longest: int  # tokens
 
 
@@ -81,8 +91,16 @@ class _Prefill:
     stop: int
     context_len: int
     rows: Tensor  # [2 * num_kv_heads * num_blocks]
-    products_mask: Tensor | None  # [group_size * num_new, num_blocks * block_size]: 0, or -inf for later tokens
-    fused_mask: Tensor | None  # [num_new, context_len]: the same; None: causal
+    takes_products: bool  # two, and a softmax, of whole blocks; else torch's kernel
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A layer, and how it is attended to."""
+
+    layer: int
+    scale: float  # of the scores
+    window: int | None  # tokens that a query sees
 
 
 class TorchAttention:
@@ -93,12 +111,12 @@ class TorchAttention:
         layout = cache.layout
         self._kv_heads, self._block_size, self._head_dim = layout.num_kv_heads, layout.block_size, layout.head_dim
         self._group_size = num_heads // self._kv_heads
-        self._scale = self._head_dim**-0.5
         self._dtype, self._device = dtype, cache.layers[0].device
         self._slots = self._slot_rows(batch)
         self._fresh = self._fresh_blocks(batch)
         self._groups = list(self._decode_groups(batch))
         self._prefills = list(self._make_prefills(batch))
+        self._masks: dict[tuple[int, int | None], Tensor] = {}  # by the first row, and the window
 
     # ---- layout, once a step ----
 
@@ -138,11 +156,7 @@ class TorchAttention:
     def _decode_group(self, batch: ForwardBatch, start: int, stop: int, num_blocks: int) -> _DecodeGroup:
         tables = torch.from_numpy(batch.block_tables[start:stop, :num_blocks]).to(self._device)
         lengths = torch.from_numpy(batch.context_lens[start:stop]).to(self._device)
-        positions = torch.arange(num_blocks * self._block_size, device=self._device)
-        mask = torch.zeros((stop - start, 1, len(positions)), dtype=self._dtype, device=self._device)
-        mask.masked_fill_(positions >= lengths[:, None, None], float("-inf"))
-        mask = mask.repeat_interleave(self._kv_heads, dim=0)
-        return _DecodeGroup(start, stop, self._block_rows(tables), mask, int(batch.context_lens[start]))
+        return _DecodeGroup(start, stop, self._block_rows(tables), lengths, int(batch.context_lens[start]))
 
     def _block_rows(self, tables: Tensor) -> Tensor:
         """Keys of all sequences and heads, then values: tables [num_seqs, num_blocks]."""
@@ -156,14 +170,8 @@ class TorchAttention:
             new, context = int(batch.query_lens[seq]), int(batch.context_lens[seq])
             num_blocks = -(-context // self._block_size)
             tables = torch.from_numpy(batch.block_tables[seq : seq + 1, :num_blocks]).to(self._device)
-            rows = self._block_rows(tables)
-            products_mask, fused_mask = None, None
-            if self._takes_products(new, context):
-                mask = self._causal_mask(new, context, num_blocks * self._block_size)
-                products_mask = mask.repeat(self._group_size, 1)
-            elif context > new:
-                fused_mask = self._causal_mask(new, context, context)
-            prefills.append(_Prefill(start, start + new, context, rows, products_mask, fused_mask))
+            takes_products = self._takes_products(new, context)
+            prefills.append(_Prefill(start, start + new, context, self._block_rows(tables), takes_products))
             start += new
         return prefills
 
@@ -171,24 +179,52 @@ class TorchAttention:
         scores = self._kv_heads * self._group_size * new * context
         return self._device.type == "cpu" and scores * self._dtype.itemsize <= _SCORES_BYTES
 
-    def _causal_mask(self, new: int, context: int, width: int) -> Tensor:
-        """[new, width]: -inf for whatever lies behind each of the last `new` tokens of the context."""
-        mask = torch.full((new, width), float("-inf"), dtype=self._dtype, device=self._device)
-        return mask.triu_(context - new + 1)
+    # ---- masks, once a step for each window ----
+
+    def _decode_mask(self, group: _DecodeGroup, window: int | None, width: int) -> Tensor:
+        """[num_seqs * num_kv_heads, 1, width]: -inf beyond the context, and before the window, else 0."""
+        key = group.start, window
+        if key not in self._masks:
+            ends = group.lengths[:, None, None]
+            hidden = self._hidden(ends, window, width)
+            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+            mask.masked_fill_(hidden, float("-inf"))
+            self._masks[key] = mask.repeat_interleave(self._kv_heads, dim=0)
+        return self._masks[key]
+
+    def _prefill_mask(self, prefill: _Prefill, window: int | None, width: int) -> Tensor:
+        """[num_new, width]: -inf for keys after each new token, and before its window, else 0."""
+        key = prefill.start, window
+        if key not in self._masks:
+            new = prefill.stop - prefill.start
+            ends = torch.arange(prefill.context_len - new + 1, prefill.context_len + 1, device=self._device)
+            mask = torch.zeros((new, width), dtype=self._dtype, device=self._device)
+            self._masks[key] = mask.masked_fill_(self._hidden(ends[:, None], window, width), float("-inf"))
+        return self._masks[key]
+
+    def _hidden(self, ends: Tensor, window: int | None, width: int) -> Tensor:
+        """True for each of `width` keys that a query must not see: from its end on, or before its window.
+
+        ends [..., 1]: the query's own position, and 1; returns [..., width].
+        """
+        positions = torch.arange(width, device=self._device)
+        hidden = positions >= ends
+        return hidden if window is None else hidden | (positions < ends - window)
 
     # ---- every layer ----
 
-    def forward(self, layer: int, heads: Tensor) -> Tensor:
+    def forward(self, layer: int, heads: Tensor, scale: float, window: int | None = None) -> Tensor:
         num_heads = self._kv_heads * self._group_size
         query, key_value = heads[:, :num_heads], self._store(layer, heads[:, num_heads:])
+        view = _View(layer, scale, window)
         if len(self._groups) == 1 and not self._prefills:
-            return self._decode(self._groups[0], query, layer)
+            return self._decode(self._groups[0], query, view)
         result = query.new_empty((query.shape[0], query.shape[1] * self._head_dim))
         for group in self._groups:
-            result[group.start : group.stop] = self._decode(group, query[group.start : group.stop], layer)
+            result[group.start : group.stop] = self._decode(group, query[group.start : group.stop], view)
         for prefill in self._prefills:
             rows = slice(prefill.start, prefill.stop)
-            attended = self._prefill(prefill, query[rows], key_value[rows], layer)
+            attended = self._prefill(prefill, query[rows], key_value[rows], view)
             result[rows].view(attended.shape).copy_(attended)
         return result
 
@@ -219,42 +255,48 @@ class TorchAttention:
         keys, values = both.unbind()
         return keys, values
 
-    def _decode(self, group: _DecodeGroup, query: Tensor, layer: int) -> Tensor:
+    def _decode(self, group: _DecodeGroup, query: Tensor, view: _View) -> Tensor:
         sequences = group.stop - group.start
         pairs = sequences * self._kv_heads
-        keys, values = self._gather(layer, group.rows, pairs)
+        keys, values = self._gather(view.layer, group.rows, pairs)
         if sequences == 1:
-            return self._decode_one(query, keys[:, : group.longest], values[:, : group.longest])
+            seen = slice(0 if view.window is None else max(0, group.longest - view.window), group.longest)
+            return self._decode_one(query, keys[:, seen], values[:, seen], view)
         heads = query.reshape(pairs, self._group_size, self._head_dim)
-        return self._products(heads, keys, values, group.mask).view(sequences, -1)
+        mask = self._decode_mask(group, view.window, keys.shape[1])
+        return self._products(heads, keys, values, mask, view).view(sequences, -1)
 
-    def _decode_one(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _decode_one(self, query: Tensor, keys: Tensor, values: Tensor, view: _View) -> Tensor:
         """One call instead of three products, which makes a single stream faster; some kernels return a transpose."""
         heads = query.reshape(1, self._kv_heads, self._group_size, self._head_dim)
-        return F.scaled_dot_product_attention(heads, keys[None], values[None]).reshape(1, -1)
+        result = F.scaled_dot_product_attention(heads, keys[None], values[None], scale=view.scale)
+        return result.reshape(1, -1)
 
-    def _prefill(self, prefill: _Prefill, query: Tensor, key_value: Tensor, layer: int) -> Tensor:
+    def _prefill(self, prefill: _Prefill, query: Tensor, key_value: Tensor, view: _View) -> Tensor:
         """[num_new, num_kv_heads, group_size, head_dim], a view."""
         heads = query.view(len(query), self._kv_heads, self._group_size, self._head_dim).permute(1, 2, 0, 3)
-        if prefill.products_mask is not None:  # of whole blocks: softmax is twice as fast for rows of 16 * n scores
-            keys, values = self._gather(layer, prefill.rows, self._kv_heads)
+        context = prefill.context_len
+        window = None if view.window is None or view.window >= context else view.window
+        if prefill.takes_products:  # of whole blocks: softmax is twice as fast for rows of 16 * n scores
+            keys, values = self._gather(view.layer, prefill.rows, self._kv_heads)
             grouped = heads.reshape(self._kv_heads, -1, self._head_dim)
-            result = self._products(grouped, keys, values, prefill.products_mask).view(heads.shape)
-        elif prefill.fused_mask is not None:
-            keys, values = self._gather(layer, prefill.rows, self._kv_heads)
-            end = prefill.context_len
-            result = self._fused(heads, keys[:, :end], values[:, :end], prefill.fused_mask)
+            mask = self._prefill_mask(prefill, window, keys.shape[1]).repeat(self._group_size, 1)
+            result = self._products(grouped, keys, values, mask, view).view(heads.shape)
+        elif window is not None or context > len(query):
+            keys, values = self._gather(view.layer, prefill.rows, self._kv_heads)
+            mask = self._prefill_mask(prefill, window, context)
+            result = self._fused(heads, keys[:, :context], values[:, :context], mask, view)
         else:
             keys, values = key_value.transpose(0, 1).chunk(2)
-            result = self._fused(heads, keys, values, None)
+            result = self._fused(heads, keys, values, None, view)
         return result.permute(2, 0, 1, 3)
 
-    def _products(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    def _products(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, view: _View) -> Tensor:
         """query [pairs, rows, head_dim]; keys and values [pairs, context, head_dim]; mask as [pairs, rows, context]."""
-        scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=self._scale)
+        scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=view.scale)
         return torch.bmm(torch.softmax(scores, dim=-1), values)
 
-    def _fused(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    def _fused(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, view: _View) -> Tensor:
         """query [num_kv_heads, group_size, num_new, head_dim]; keys and values [num_kv_heads, context, head_dim]."""
         shape = (-1, self._group_size, -1, -1)  # heads of a group share their keys and values: a view
         return F.scaled_dot_product_attention(
@@ -263,4 +305,5 @@ class TorchAttention:
             values.unsqueeze(1).expand(shape),
             attn_mask=mask,
             is_causal=mask is None,
+            scale=view.scale,
         )

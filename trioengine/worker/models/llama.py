@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from trioengine.hub.llama_config import FREQUENCY_DIVISORS, LlamaConfig, RopeScaling, RopeType
+from trioengine.hub.llama_config import FREQUENCY_DIVISORS, LlamaConfig
 from trioengine.worker.kernels import Attention, DecoderLayer, DecoderWeights, Kernels, RMSNorm, RotaryTable
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.linear import Linear
+from trioengine.worker.kernels.rotary import attention_factor, inverse_frequencies
 from trioengine.worker.models import ModelFactory
 from trioengine.worker.weights.checkpoint import WeightReader
 
 
+class LayerReader:
+    """Reads the layers and norms whose names begin with the prefix."""
+
+    def __init__(self, weights: WeightReader, prefix: str, epsilon: float) -> None:
+        self._weights, self._prefix, self._epsilon = weights, prefix, epsilon
+
+    def below(self, prefix: str) -> LayerReader:
+        """A reader of names with a longer prefix."""
+        return LayerReader(self._weights, self._prefix + prefix, self._epsilon)
+
+    def linear(self, *names: str) -> Linear:
+        return self._weights.linear(*(self._prefix + name for name in names))
+
+    def norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self._weights.tensor(f"{self._prefix}{name}.weight", torch.float32), self._epsilon)
+
+    def qkv(self) -> Linear:
+        return self.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+    def output(self) -> Linear:
+        return self.linear("self_attn.o_proj")
+
+    def gate_up(self) -> Linear:
+        return self.linear("mlp.gate_proj", "mlp.up_proj")
+
+    def down(self) -> Linear:
+        return self.linear("mlp.down_proj")
+
+
 class LlamaModel:
-    """The embedding, the decoder, and the head."""
+    """The embedding, the decoder, and the head. Other architectures override how layers and the decoder are read."""
 
     def __init__(
         self,
@@ -28,22 +58,54 @@ class LlamaModel:
         prefix: str = "model.",
     ) -> None:
         """Read the weights, one layer at a time; `prefix` stands before the names of all but the head's."""
+        self.config: Any = config  # of the architecture's own class
         embedding = f"{prefix}embed_tokens"
         self._embedding = weights.tensor(f"{embedding}.weight")
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         is_tied = config.tie_word_embeddings
         self._head = weights.linear_of(self._embedding, embedding) if is_tied else weights.linear("lm_head")
-        norm = RMSNorm(weights.tensor(f"{prefix}norm.weight").float(), config.rms_norm_eps)
-        frequencies = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
+        frequencies = self.read_frequencies(weights, max_model_len)
+        self.rotary = self.rotary_table(frequencies, max_model_len, attention_factor(config.rope_scaling))
+        reader = LayerReader(weights, prefix, config.rms_norm_eps)
+        layers = [self.read_layer(index, reader.below(f"layers.{index}.")) for index in range(config.num_layers)]
+        self._decoder = kernels.decoder(config, self.decoder_weights(layers, reader.norm("norm")))
+
+    def read_frequencies(self, weights: WeightReader, max_positions: int) -> Tensor:
+        """The frequencies of rotary positions: [rotary_dim / 2], float32."""
+        config = self.config
+        frequencies = inverse_frequencies(config.rope_theta, config.rotary_dim, config.rope_scaling, max_positions)
         if weights.has(FREQUENCY_DIVISORS):
-            frequencies = frequencies / weights.tensor(FREQUENCY_DIVISORS).float().cpu()
-        rotary = RotaryTable(frequencies, max_model_len, self.dtype, self.device)
-        layers = [_read_layer(config, f"{prefix}layers.{index}.", weights) for index in range(config.num_layers)]
-        self._decoder = kernels.decoder(config, DecoderWeights(layers, norm, rotary))
+            frequencies = frequencies / weights.tensor(FREQUENCY_DIVISORS, torch.float32).cpu()
+        return frequencies
+
+    def rotary_table(self, frequencies: Tensor, max_positions: int, scale: float = 1.0) -> RotaryTable:
+        """A table of so many positions, on the model's device."""
+        return RotaryTable(frequencies, max_positions, self.dtype, self.device, scale)
+
+    def read_layer(self, index: int, reader: LayerReader) -> DecoderLayer:
+        """Read the weights of the layer `index`, whose names the reader's prefix begins."""
+        return DecoderLayer(
+            qkv=reader.qkv(),
+            output=reader.output(),
+            gate_up=reader.gate_up(),
+            down=reader.down(),
+            attention_norm=reader.norm("input_layernorm"),
+            mlp_norm=reader.norm("post_attention_layernorm"),
+            rotary=self.rotary,
+            window=self.config.windows[index],
+        )
+
+    def decoder_weights(self, layers: list[DecoderLayer], norm: RMSNorm) -> DecoderWeights:
+        """Add the numbers that all layers share."""
+        return DecoderWeights(layers, norm, attention_scale=self.config.head_dim**-0.5)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The embeddings [num_tokens, hidden_size] of token ids [num_tokens]."""
+        return F.embedding(token_ids, self._embedding)
 
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
         """Compute the batch and store its keys and values: hidden states [num_rows, hidden_size] for `logits`."""
-        embeddings = F.embedding(batch.token_ids, self._embedding)  # [num_tokens, hidden_size]
+        embeddings = self.embed(batch.token_ids)
         if batch.embeddings is not None:
             embeddings.index_copy_(0, batch.embeddings.rows, batch.embeddings.values)
         return self._decoder.forward(embeddings, batch, attention)
@@ -51,45 +113,6 @@ class LlamaModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [num_rows, vocab_size] of rows that `forward` has returned."""
         return self._head(hidden)
-
-
-def _read_layer(config: LlamaConfig, prefix: str, weights: WeightReader) -> DecoderLayer:
-    def linear(*names: str) -> Linear:
-        return weights.linear(*(prefix + name for name in names))
-
-    def norm(name: str) -> RMSNorm:
-        return RMSNorm(weights.tensor(f"{prefix}{name}.weight").float(), config.rms_norm_eps)
-
-    return DecoderLayer(
-        input_norm=norm("input_layernorm"),
-        qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        output=linear("self_attn.o_proj"),
-        post_attention_norm=norm("post_attention_layernorm"),
-        gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
-        down=linear("mlp.down_proj"),
-    )
-
-
-def inverse_frequencies(theta: float, head_dim: int, scaling: RopeScaling) -> Tensor:
-    """[head_dim / 2] in float32; by the formulas of transformers' modeling_rope_utils."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (theta**exponents)
-    if scaling.kind is RopeType.LINEAR:
-        return frequencies / scaling.factor
-    if scaling.kind is RopeType.LLAMA3:
-        return _llama3_frequencies(frequencies, scaling)
-    return frequencies
-
-
-def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    old = scaling.original_max_position_embeddings
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    wavelengths = 2 * math.pi / frequencies
-    smooth = (old / wavelengths - low) / (high - low)
-    blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
-    scaled = torch.where(wavelengths > old / low, frequencies / scaling.factor, frequencies)
-    between = (wavelengths <= old / low) & (wavelengths >= old / high)
-    return torch.where(between, blended, scaled)
 
 
 Model: ModelFactory = LlamaModel

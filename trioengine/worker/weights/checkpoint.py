@@ -101,9 +101,9 @@ class WeightReader:
         """Whether the checkpoint holds the tensor."""
         return name in self._checkpoint.tensors
 
-    def tensor(self, name: str) -> Tensor:
-        """The tensor, in the model's dtype, on its device."""
-        return self._give(self._read(name))
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor, in `dtype` or the model's, on its device."""
+        return self._give(self._read(name, dtype))
 
     def linear(self, *names: str) -> Linear:
         """One layer of all the named projections, which share their input: `NAME.weight`, and `NAME.bias` if present.
@@ -156,8 +156,8 @@ class WeightReader:
             path = self._checkpoint.path
             raise ModelError(f"{path}: the weights take {needed} bytes of memory, and the machine has {present}")
 
-    def _read(self, name: str) -> Tensor:
-        tensor = self._checkpoint.read(name, self._dtype).to(self._device)
+    def _read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        tensor = self._checkpoint.read(name, dtype or self._dtype).to(self._device)
         self._count(name)
         return tensor
 

@@ -74,10 +74,16 @@ class GGUFCheckpoint:
         except ModelError:
             self.close()
             raise
-        self.config, self._stored, self._interleaved = header.config, header.tensors, header.interleaved_heads
+        self.config, self._stored = header.config, header.tensors
+        self._interleaved, self._offsets = header.interleaved_heads, header.offsets
         self.tensors = {name: TensorShape(info.shape, info.nbytes) for name, info in header.tensors.items()}
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        if offset := self._offsets.get(name):
+            return (self._read(name, torch.float32) - offset).to(dtype)
+        return self._read(name, dtype)
+
+    def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         info = self._stored[name]
         data, kind = self._bytes(info), info.type.name
         if kind in EXACT_KINDS and len(info.shape) == 2:

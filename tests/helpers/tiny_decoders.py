@@ -1,0 +1,105 @@
+"""Tiny checkpoints with random weights of the architectures beside Llama: the same numbers wherever they lie."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helpers.random_checkpoint import RandomTensors, write_checkpoint
+from helpers.tiny_llama import BASE
+from trioengine.hub.checkpoint import HF_ARCHITECTURES
+from trioengine.hub.model_config import Fields
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+SHORT = [1.0, 1.1, 1.3]
+LONG = [1.5, 4.0, 9.0]
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 12}
+MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+SMOLLM3 = {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5, "pad_token_id": 0}
+GRANITE = {
+    "model_type": "granite",
+    "architectures": ["GraniteForCausalLM"],
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.5,
+}
+OLMO2 = {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
+PHI3 = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "pad_token_id": 0}
+LONGROPE = {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "head_dim": 16,
+    "num_hidden_layers": 7,
+    "sliding_window": 20,
+    "query_pre_attn_scalar": 16,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+MAX_MODEL_LEN = {"phi3-short": 180}  # of a text whose frequencies are those of short ones
+WINDOWS = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen2-window": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], **WINDOWS},
+    "qwen2-yarn": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_scaling": YARN},
+    "qwen3": QWEN3,
+    "qwen3-tied": {**QWEN3, "tie_word_embeddings": True, "head_dim": 32, "num_attention_heads": 4, "rope_theta": 1e6},
+    "qwen3-window": {**QWEN3, **WINDOWS, "attention_bias": True},
+    "mistral": {**MISTRAL, "head_dim": 10},
+    "mistral-window": {**MISTRAL, "sliding_window": 33, "num_key_value_heads": 3},
+    "smollm3": SMOLLM3,
+    "smollm3-every": {**SMOLLM3, "no_rope_layers": [0, 1, 0, 1, 1], "tie_word_embeddings": True, "rope_theta": 5e6},
+    "granite": GRANITE,
+    "granite-biases": {**GRANITE, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 3},
+    "olmo2": OLMO2,
+    "olmo2-groups": {**OLMO2, "num_key_value_heads": 6, "rope_theta": 5e5, "head_dim": 8},
+    "phi3": {**PHI3, "sliding_window": 40},
+    "phi3-partial": {**PHI3, "partial_rotary_factor": 0.75, "tie_word_embeddings": True},
+    "phi3-short": {
+        **PHI3,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": LONGROPE,
+        "original_max_position_embeddings": 180,
+    },
+    "phi3-long": {
+        **PHI3,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": LONGROPE,
+        "original_max_position_embeddings": 64,
+    },
+    "gemma3": GEMMA3,
+    "gemma3-scaled": {
+        **GEMMA3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 24,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+}
+
+
+def config(variant: str) -> dict[str, Any]:
+    """The content of config.json."""
+    return BASE | VARIANTS[variant]
+
+
+def tensors(variant: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Every tensor of the model, by its Hugging Face name, in float32."""
+    fields = config(variant)
+    wanted = HF_ARCHITECTURES[fields["model_type"]](Fields(Path("config.json"), fields), 1000).wanted_tensors()
+    weights = RandomTensors(seed)
+    for name, shape in wanted.items():
+        is_norm = name.endswith("norm.weight")
+        mean = 1.0 if is_norm and fields["model_type"] != "gemma3_text" else 0.0
+        is_vocabulary = name in ("model.embed_tokens.weight", "lm_head.weight")
+        scale = (0.1 if "lm_head.weight" not in wanted else 1.0) if is_vocabulary else 0.15
+        weights.add(name, *shape, mean=mean, scale=scale)
+    return weights.by_name
+
+
+def write(path: Path, variant: str, seed: int = 0) -> Path:
+    """A Hugging Face directory of the variant."""
+    return write_checkpoint(path, {"config.json": config(variant)}, tensors(variant, seed))

@@ -1,0 +1,291 @@
+"""The configurations of decoders beside Llama: each field in each of its forms, and what is refused."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from trioengine.core.errors import ModelError
+from trioengine.hub.checkpoint import GGUF_ARCHITECTURES, HF_ARCHITECTURES
+from trioengine.hub.model_config import Fields
+from trioengine.hub.rope_config import RopeScaling, RopeType
+
+BASE = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+COUNT = "must be an integer from 1 to 2147483647"
+LAYER_TYPES = "layer_types must be 4 of full_attention, sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
+SHORT, LONG = [1.0, 1.5, 2.0, 3.0], [2.0, 4.0, 8.0, 16.0]
+WINDOWS = {"use_sliding_window": True, "sliding_window": 24}
+
+
+def read(model_type, **fields):
+    values = {name: value for name, value in {**BASE, **fields}.items() if value is not ...}
+    return HF_ARCHITECTURES[model_type](Fields(Path("config.json"), {"model_type": model_type, **values}), 1000)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "windows"),
+    [
+        ("llama", {"sliding_window": 9}, (None,) * 4),
+        ("qwen2", {"sliding_window": 9}, (None,) * 4),  # which transformers ignores
+        ("qwen2", {**WINDOWS, "max_window_layers": 1}, (None, 24, 24, 24)),
+        ("qwen2", {**WINDOWS, "max_window_layers": 0}, (24,) * 4),
+        ("qwen2", WINDOWS, (None,) * 4),  # from layer 28 on
+        ("qwen2", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, (None,) * 4),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 4096)),
+        ("qwen3", {**WINDOWS, "layer_types": [SLIDING, FULL, FULL, SLIDING]}, (24, None, None, 24)),
+        ("mistral", {}, (4096,) * 4),
+        ("mistral", {"sliding_window": None}, (None,) * 4),
+        ("mistral", {"sliding_window": 8}, (8,) * 4),
+        ("smollm3", {}, (None,) * 4),
+        ("smollm3", {**WINDOWS, "no_rope_layers": [1, 0, 1, 0, 0]}, (None, 24, None, 24)),
+        ("phi3", {}, (None,) * 4),
+        ("phi3", {"sliding_window": 7}, (7,) * 4),
+        ("gemma3_text", {"sliding_window_pattern": 2}, (4096, None, 4096, None)),
+        ("gemma3_text", {"sliding_window": 5}, (5,) * 4),  # the sixth layer sees all
+        ("gemma3_text", {"layer_types": [FULL] * 4}, (None,) * 4),
+    ],
+)
+def test_the_windows(model_type, fields, windows):
+    assert read(model_type, **fields).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("fields", "rotates"),
+    [
+        ({}, (True, True, True, False)),
+        ({"no_rope_layer_interval": 2}, (True, False, True, False)),
+        ({"no_rope_layers": [1, 0, 0, 1, 1]}, (True, False, False, True)),
+    ],
+)
+def test_the_layers_that_rotate(fields, rotates):
+    assert read("smollm3", **fields).rotates == rotates
+
+
+def test_defaults_are_those_of_transformers():
+    gemma, smollm, qwen = read("gemma3_text"), read("smollm3"), read("qwen3")
+    assert (gemma.head_dim, gemma.query_pre_attn_scalar, gemma.rms_norm_eps) == (256, 256.0, 1e-6)
+    assert (gemma.rope_theta, gemma.local_rope_theta, gemma.tie_word_embeddings) == (1e6, 1e4, True)
+    assert (smollm.rope_theta, smollm.tie_word_embeddings) == (2e6, True)
+    assert (qwen.head_dim, qwen.tie_word_embeddings, qwen.attention_bias) == (128, False, False)
+    assert read("olmo2").rms_norm_eps == read("phi3").rms_norm_eps == 1e-5
+    granite = read("granite")
+    assert granite.embedding_multiplier == granite.attention_multiplier == 1.0
+    assert granite.residual_multiplier == granite.logits_scaling == 1.0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+                SLIDING: {"rope_type": "default", "rope_theta": 2e4},
+            }
+        },
+    ],
+)
+def test_the_two_rotations_of_gemma(fields):
+    """In old config.json files, and in new ones."""
+    config = read("gemma3_text", **fields)
+    assert (config.rope_theta, config.local_rope_theta) == (5e5, 2e4)
+    assert config.rope_scaling == RopeScaling.linear(8.0)
+
+
+def test_yarn_extends_the_context():
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    config = read("qwen2", rope_scaling=yarn)
+    assert config.max_position_embeddings == 1024
+    assert config.rope_scaling == RopeScaling(RopeType.YARN, 4.0, 256)
+    assert read("qwen2", rope_scaling={**yarn, "factor": 3e38}).max_position_embeddings == 2**31 - 1
+    named = read("qwen2", rope_scaling={**yarn, "original_max_position_embeddings": 64})
+    assert named.max_position_embeddings == 256
+    both = {"original_max_position_embeddings": 64, **yarn}
+    assert read("qwen2", rope_scaling=both, original_max_position_embeddings=32).max_position_embeddings == 256
+    scaled = read("qwen2", rope_scaling={**yarn, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 16})
+    assert (scaled.rope_scaling.attention_factor, scaled.rope_scaling.beta_fast) == (1.0, 16)
+
+
+def test_dynamic_scaling_begins_behind_the_context():
+    assert read("llama", rope_scaling={"type": "dynamic", "factor": 2.0}).rope_scaling == RopeScaling()
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+def test_longrope(name):
+    scaling = {"type": name, "short_factor": SHORT, "long_factor": LONG}
+    config = read("phi3", rope_scaling=scaling, original_max_position_embeddings=64)
+    expected = RopeScaling(RopeType.LONGROPE, 4.0, 64, short_factor=tuple(SHORT), long_factor=tuple(LONG))
+    assert (config.rope_scaling, config.rotary_dim) == (expected, 8)
+    assert read("phi3", rope_scaling={**scaling, "factor": 2.0}).rope_scaling.factor == 2.0
+    assert read("phi3", rope_scaling=scaling).rope_scaling.original_max_position_embeddings == 4096
+    assert read("phi3", partial_rotary_factor=0.75).rotary_dim == 6
+    assert read("phi3", head_dim=16).rotary_dim == 16
+    assert read("phi3", rope_parameters={"partial_rotary_factor": 0.75, "rope_type": "default"}).rotary_dim == 6
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "message"),
+    [
+        ("qwen2", {"layer_types": [SLIDING] * 4}, f"sliding_window {COUNT}, got None"),
+        ("qwen2", {"layer_types": 3}, f"{LAYER_TYPES}, got 3"),
+        ("qwen2", {"layer_types": ["linear_attention"] * 4}, f"{LAYER_TYPES}, got ['linear_attention'"),
+        ("qwen2", {"layer_types": [FULL] * 5}, LAYER_TYPES),
+        ("qwen2", {**WINDOWS, "max_window_layers": -1}, "max_window_layers must be an integer from 0 to 2147483647"),
+        ("qwen2", {"use_sliding_window": 1}, "use_sliding_window must be true or false, got 1"),
+        *(
+            (kind, {"num_key_value_heads": ...}, f"num_key_value_heads {COUNT}, got None")
+            for kind in ("qwen2", "qwen3")
+        ),
+        ("mistral", {"num_key_value_heads": ...}, f"num_key_value_heads {COUNT}, got None"),
+        *(
+            (kind, {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers must be at most the number of tensors, 1000")
+            for kind in ("qwen2", "qwen3", "mistral", "smollm3", "phi3", "gemma3_text", "granite", "olmo2")
+        ),
+        ("mistral", {"sliding_window": "4096"}, f"sliding_window {COUNT}, got '4096'"),
+        ("smollm3", {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers must be at least 4 of 0 and 1, got [1, 2, 1, 1]"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be at least 4 of 0 and 1, got [1]"),
+        ("smollm3", {"no_rope_layer_interval": 0}, f"no_rope_layer_interval {COUNT}, got 0"),
+        ("granite", {"residual_multiplier": "1"}, "residual_multiplier must be a number above 0"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling must be a number above 0"),
+        (
+            "phi3",
+            {"partial_rotary_factor": 0.4},
+            "the rotation must turn an even number of a head's 8 elements, got 3",
+        ),
+        (
+            "phi3",
+            {"partial_rotary_factor": 0.1},
+            "the rotation must turn an even number of a head's 8 elements, got 0",
+        ),
+        ("phi3", {"partial_rotary_factor": 2.0}, "partial_rotary_factor must be at most 1, got 2.0"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
+        (
+            "qwen3",
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor must be 1",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", "short_factor": SHORT}},
+            "rope_scaling.long_factor must be 4 numbers, got None",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", "short_factor": SHORT[:2], "long_factor": LONG}},
+            "rope_scaling.short_factor must be 4 numbers",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 1},
+            "original_max_position_embeddings must be at least 2, got 1",
+        ),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": "4"}}, "rope_scaling.factor must be a number above 0"),
+        (
+            "qwen2",
+            {"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 4}},
+            "the base of rotary positions must be above 1 for yarn, got 1",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {FULL: {"rope_type": "yarn", "factor": 4, "rope_theta": 1.0}}},
+            "the base of rotary positions must be above 1 for yarn, got 1",
+        ),
+        (
+            "qwen2",
+            {"rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 1}},
+            "rope_scaling.original_max_position_embeddings must be at least 2, got 1",
+        ),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 1e-320}}, "rope_scaling.factor must be a number above 0"),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "beta_fast": 1e-320}}, "rope_scaling.beta_fast must be a number"),
+        ("qwen3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {SLIDING: {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters.sliding_attention.rope_type must be default, got 'linear'",
+        ),
+        (
+            "gemma3_text",
+            {"hidden_activation": "silu"},
+            "hidden_activation 'silu' is not supported; supported: gelu_pytorch_tanh",
+        ),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ("gemma3_text", {"rope_parameters": {FULL: 3}}, "rope_parameters.full_attention must be an object, got 3"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0"),
+    ],
+)
+def test_a_bad_field_is_named(model_type, fields, message):
+    with pytest.raises(ModelError) as caught:
+        read(model_type, **fields)
+    assert str(caught.value).startswith(f"config.json: {message}")
+
+
+GGUF = {
+    "context_length": 256,
+    "embedding_length": 32,
+    "block_count": 4,
+    "feed_forward_length": 48,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+}
+SHAPES = {"token_embd.weight": (100, 32), **{f"blk.{index}.attn_norm.weight": (32,) for index in range(62)}}
+
+
+def read_gguf(name, **keys):
+    metadata = {f"{name}.{key}": value for key, value in {**GGUF, **keys}.items()}
+    return GGUF_ARCHITECTURES[name].config(metadata, SHAPES, Path("some.gguf"))
+
+
+def test_the_scales_of_gguf_files():
+    """llama.cpp's own, where the file names none."""
+    assert read_gguf("granite").attention_multiplier == 8**-0.5
+    assert read_gguf("gemma3", **{"attention.sliding_window": 9}).query_pre_attn_scalar == 8
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 2.0}
+    assert read_gguf("qwen3", **yarn).rope_scaling.attention_factor == pytest.approx(2 * (1 + 0.1 * math.log(4)))
+
+
+def test_the_scale_of_queries_in_gemma():
+    """The largest model is recognized by its layers, as in llama.cpp."""
+    gemma = {"attention.sliding_window": 9, "attention.key_length": 16}
+    assert read_gguf("gemma3", **gemma).query_pre_attn_scalar == 16
+    assert read_gguf("gemma3", **gemma, block_count=62).query_pre_attn_scalar == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("gemma3", {}, f"gemma3.attention.sliding_window {COUNT}, got None"),
+        ("granite", {"residual_scale": "x"}, "granite.residual_scale must be a number above 0"),
+        (
+            "phi3",
+            {"rope.dimension_count": 9},
+            "the rotation must turn an even number of a head's 8 elements, got 9",
+        ),
+        ("phi3", {"rope.dimension_count": 10}, "the rotation must turn an even number of a head's 8 elements, got 10"),
+        (
+            "phi3",
+            {"rope.dimension_count": 8, "attention.key_length": 2},
+            "the rotation must turn an even number of a head's 2 elements, got 8",
+        ),
+        *(
+            (kind, {"block_count": 2**31 - 1}, f"{kind}.block_count must be at most the number of tensors, 63")
+            for kind in ("gemma3", "smollm3", "phi3", "qwen3")
+        ),
+        ("smollm3", {"block_count": "4"}, f"smollm3.block_count {COUNT}, got '4'"),
+        ("qwen3", {"rope.dimension_count": 4}, "qwen3.rope.dimension_count must be the size of a head, 8, got 4"),
+    ],
+)
+def test_a_bad_key_is_named(name, keys, message):
+    with pytest.raises(ModelError) as caught:
+        read_gguf(name, **keys)
+    assert str(caught.value).startswith(f"some.gguf: {message}")

@@ -1,0 +1,175 @@
+"""Every architecture beside Llama, on tiny checkpoints: against transformers, in pieces, in a crowd, and from GGUF."""
+
+import random
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from helpers import tiny_decoders
+from helpers.tiny_llama import PROMPT
+from helpers.torch_driver import backend, generate, load, reference
+
+from trioengine.core.sampling_params import ResolvedParams
+from trioengine.worker.kernels import torch_kernels
+from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
+from trioengine.worker.weights import open_checkpoint
+
+REFERENCE = reference("decoders_reference.json")
+IN_GGUF = {  # variants, with the keys of GGUF metadata that config.json has in another form
+    "qwen3": {},
+    "qwen3-tied": {},
+    "qwen2-yarn": {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 64,
+    },
+    "smollm3": {},
+    "granite": {"embedding_scale": 3.0, "attention.scale": 0.2, "residual_scale": 0.4, "logit_scale": 2.5},
+    "olmo2": {},
+    "phi3": {"attention.sliding_window": 40},
+    "phi3-partial": {"rope.dimension_count": 6},
+    "phi3-long": {
+        "rope.dimension_count": 6,
+        "rope.scaling.original_context_length": 64,
+        "rope.scaling.attn_factor": 1.1547005,
+    },
+    "gemma3": {"attention.sliding_window": 20},
+}
+
+
+@pytest.fixture(params=tiny_decoders.VARIANTS)
+def variant(request):
+    return request.param
+
+
+@pytest.fixture(params=["native", "fused", "products", "cuda"])
+def options(request, monkeypatch):
+    """Options of `load`: kernels in C++, and torch's, of which the fused one is for large prefills and for CUDA."""
+    if request.param in ("native", "cuda"):
+        return backend(request.param)
+    monkeypatch.setattr(torch_kernels, "_SCORES_BYTES", 0 if request.param == "fused" else 1 << 20)
+    return backend("torch")
+
+
+@pytest.fixture
+def runner(tmp_path, variant, options):
+    path, max_model_len = tiny_decoders.write(tmp_path, variant), tiny_decoders.MAX_MODEL_LEN.get(variant)
+    return load(path, kv_cache_memory=8 << 20, max_model_len=max_model_len, **options)
+
+
+def test_the_reference_has_no_ties():
+    """Its answers do not depend on rounding."""
+    assert set(REFERENCE) == set(tiny_decoders.VARIANTS)
+    assert min(case["min_gap"] for case in REFERENCE.values()) > 1e-3
+
+
+@pytest.mark.parametrize("budget", [2048, 33, 7, 1])
+def test_greedy_is_that_of_transformers(runner, variant, budget):
+    answers, _ = generate(runner, [PROMPT], 48, max_num_batched_tokens=budget, max_num_seqs=1)
+    assert answers == [REFERENCE[variant]["output"]]
+
+
+def test_an_answer_goes_on_from_what_was_delivered(runner, variant):
+    """As after the death of a worker, which gets the prompt and the delivered part."""
+    output = REFERENCE[variant]["output"]
+    for delivered in (1, 17, 47):
+        assert generate(runner, [PROMPT + output[:delivered]], 48 - delivered)[0] == [output[delivered:]]
+
+
+def test_logprobs_are_those_of_transformers(runner, variant):
+    known = REFERENCE[variant]
+    params = ResolvedParams(temperature=0.0, seed=0, logprobs=0, prompt_logprobs=1, max_tokens=1)
+    sequence = Sequence(0, 0, list(PROMPT), 90, params, frozenset(), block_table=[3, 1, 4, 2, 9, 6])
+    entries = []
+    for piece in (50, 39, 1):
+        rows = runner.execute(SchedulerOutput((ScheduledSequence(sequence, piece),)))
+        entries += [entry for row in rows for entry in row.prompt_logprobs or ()]
+        sequence.num_computed_tokens += piece
+    assert rows[-1].logprobs[0] == pytest.approx({known["output"][0]: known["logprob"]}, abs=1e-4)
+    found = [entry[token] for entry, token in zip(entries, PROMPT[1:], strict=True)]
+    assert found == pytest.approx(known["prompt_logprobs"], abs=1e-4)
+
+
+def test_a_crowd(runner, variant):
+    """32 at once, in chunks, with prefix cache and preemption: each answer is the one it has alone."""
+    rng = random.Random(0)
+    prompts = [PROMPT] + [PROMPT[:30] + [rng.randrange(200) for _ in range(rng.randrange(60))] for _ in range(31)]
+    alone = [generate(runner, [prompt], 12, enable_prefix_caching=False)[0][0] for prompt in prompts]
+    assert alone[0] == REFERENCE[variant]["output"][:12]
+    limits = {"max_num_batched_tokens": 60, "chunked_prefill_size": 25, "max_num_seqs": 32, "kv_blocks_total": 12}
+    together, statistics = generate(runner, prompts, 12, **limits)
+    assert together == alone
+    assert statistics.num_preemptions > 0
+    assert statistics.prefix_cache_hits > 0
+
+
+def test_bfloat16_runs(tmp_path, variant, options):
+    path = tiny_decoders.write(tmp_path, variant)
+    runner = load(path, dtype="bfloat16", kv_cache_memory=4 << 20, kv_cache_dtype="int8", **options)
+    answers, _ = generate(runner, [PROMPT, PROMPT[:5]], 8)
+    assert [len(answer) for answer in answers] == [8, 8]
+
+
+# ---- GGUF files ------------------------------------------------------------------------------------------------------
+
+
+def permuted(weight, heads):
+    """llama.cpp's layout of query and key rows: rotary pairs side by side."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path, variant, metadata):
+    """The variant as llama.cpp's conversion writes it; the gguf package has the names of tensors."""
+    config = tiny_decoders.config(variant)
+    name = config["model_type"].removesuffix("_text")
+    writer = gguf.GGUFWriter(path, name)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+    for key, value in metadata.items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        add(f"{name}.{key}", value)
+    architecture = next(key for key, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    for hf_name, tensor in tiny_decoders.tensors(variant).items():
+        array = tensor.numpy()
+        if name in ("granite", "smollm3") and ("q_proj" in hf_name or "k_proj" in hf_name):
+            array = permuted(array, config["num_attention_heads" if "q_proj" in hf_name else "num_key_value_heads"])
+        if name == "gemma3" and hf_name.endswith("norm.weight"):
+            array = array + 1
+        writer.add_tensor(names.get_name(hf_name, (".weight", ".bias")), np.ascontiguousarray(array))
+    if variant == "phi3-long":
+        writer.add_tensor("rope_factors_long.weight", np.array(tiny_decoders.LONG, dtype=np.float32))
+        writer.add_tensor("rope_factors_short.weight", np.array(tiny_decoders.SHORT, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("variant", IN_GGUF)
+def test_a_gguf_file_has_the_same_answer(tmp_path, variant):
+    runner = load(write_gguf(tmp_path / "tiny.gguf", variant, IN_GGUF[variant]), kv_cache_memory=8 << 20)
+    assert generate(runner, [PROMPT], 48)[0] == [REFERENCE[variant]["output"]]
+
+
+@pytest.mark.parametrize("variant", IN_GGUF)
+def test_a_gguf_file_has_the_same_weights(tmp_path, variant):
+    """And, but for the divisors of frequencies, the same configuration: either can replace the other's weights."""
+    stored = open_checkpoint(str(write_gguf(tmp_path / "tiny.gguf", variant, IN_GGUF[variant])))
+    for name, tensor in tiny_decoders.tensors(variant).items():
+        torch.testing.assert_close(stored.read(name, torch.float32), tensor, rtol=0, atol=1e-6)
+    if variant != "phi3-long":
+        runner = load(tiny_decoders.write(tmp_path / "hf", variant), kv_cache_memory=8 << 20)
+        with runner._spec.opened(str(tmp_path / "tiny.gguf")):
+            pass
+    stored.close()

@@ -1,0 +1,64 @@
+"""The parameters of kernels as native.cpp takes them: structures with the addresses of tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trioengine.core.errors import InvariantError
+from trioengine.worker.kernels import Activation, Residual, RMSNorm, RotaryTable
+
+_ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+ACTIVATIONS: Mapping[Activation, int] = {Activation.SILU: 0, Activation.GELU_TANH: 1}  # as rows.h's
+_ALL_TOKENS = 1 << 62  # as a window
+
+
+class NormAddress(ctypes.Structure):
+    """rows.h's Norm."""
+
+    _fields_ = (("weight", _ADDRESS), ("epsilon", _FLOAT), ("size", _COUNT))
+
+
+class ResidualAddress(ctypes.Structure):
+    """rows.h's Residual."""
+
+    _fields_ = (("delta_norm", NormAddress), ("scale", _FLOAT), ("norm", NormAddress))
+
+
+class RotaryAddress(ctypes.Structure):
+    """rows.h's Rotary."""
+
+    _fields_ = (("table", _ADDRESS), ("size", _COUNT))
+
+
+def norm_address(norm: RMSNorm | None) -> NormAddress:
+    """The norm; null: there is none."""
+    return (
+        NormAddress()
+        if norm is None
+        else NormAddress(address(norm.weight, torch.float32), norm.epsilon, len(norm.weight))
+    )
+
+
+def residual_address(residual: Residual) -> ResidualAddress:
+    return ResidualAddress(norm_address(residual.delta_norm), residual.scale, norm_address(residual.norm))
+
+
+def rotary_address(rotary: RotaryTable | None, dtype: torch.dtype) -> RotaryAddress:
+    """The table, of `dtype`; null: no rotation."""
+    return RotaryAddress() if rotary is None else RotaryAddress(address(rotary.table, dtype), rotary.size)
+
+
+def window_size(window: int | None) -> int:
+    """The tokens that a query sees."""
+    return _ALL_TOKENS if window is None else window
+
+
+def address(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Return the address, once dtype and layout are checked: C++ would read garbage from any other tensor."""
+    if tensor.dtype != dtype or not tensor.is_contiguous():
+        raise InvariantError(f"a native kernel got {tensor.dtype} in strides {tensor.stride()}, not {dtype} in a row")
+    return tensor.data_ptr()
