@@ -6,6 +6,9 @@ import helpers.tiny_llama
 import helpers.tiny_smolvlm
 import pytest
 import torch
+from helpers.torch_driver import backend
+
+from trioengine.worker.kernels import torch_kernels
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -28,6 +31,15 @@ def prompt(tiny_llama):
 @pytest.fixture
 def path(tiny_llama, tmp_path):
     return tiny_llama.write(tmp_path / "plain", "plain")
+
+
+@pytest.fixture(params=["native", "fused", "products", "cuda"])
+def options(request, monkeypatch):
+    """Options of `load`: kernels in C++, and torch's, of which the fused one is for large prefills and for CUDA."""
+    if request.param in ("native", "cuda"):
+        return backend(request.param)
+    monkeypatch.setattr(torch_kernels, "_SCORES_BYTES", 0 if request.param == "fused" else 1 << 20)
+    return backend("torch")
 
 
 @pytest.fixture

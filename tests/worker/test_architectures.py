@@ -8,10 +8,10 @@ import pytest
 import torch
 from helpers import tiny_decoders
 from helpers.tiny_llama import PROMPT
-from helpers.torch_driver import backend, generate, load, reference
+from helpers.torch_driver import generate, load, reference
+from test_weights import new_writer, permuted
 
 from trioengine.core.sampling_params import ResolvedParams
-from trioengine.worker.kernels import torch_kernels
 from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 from trioengine.worker.weights import open_checkpoint
 
@@ -41,15 +41,6 @@ IN_GGUF = {  # variants, with the keys of GGUF metadata that config.json has in 
 @pytest.fixture(params=tiny_decoders.VARIANTS)
 def variant(request):
     return request.param
-
-
-@pytest.fixture(params=["native", "fused", "products", "cuda"])
-def options(request, monkeypatch):
-    """Options of `load`: kernels in C++, and torch's, of which the fused one is for large prefills and for CUDA."""
-    if request.param in ("native", "cuda"):
-        return backend(request.param)
-    monkeypatch.setattr(torch_kernels, "_SCORES_BYTES", 0 if request.param == "fused" else 1 << 20)
-    return backend("torch")
 
 
 @pytest.fixture
@@ -114,26 +105,11 @@ def test_bfloat16_runs(tmp_path, variant, options):
 # ---- GGUF files ------------------------------------------------------------------------------------------------------
 
 
-def permuted(weight, heads):
-    """llama.cpp's layout of query and key rows: rotary pairs side by side."""
-    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
 def write_gguf(path, variant, metadata):
     """The variant as llama.cpp's conversion writes it; the gguf package has the names of tensors."""
     config = tiny_decoders.config(variant)
     name = config["model_type"].removesuffix("_text")
-    writer = gguf.GGUFWriter(path, name)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    if "head_dim" in config:
-        writer.add_key_length(config["head_dim"])
+    writer = new_writer(path, name, config)
     for key, value in metadata.items():
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
         add(f"{name}.{key}", value)

@@ -6,13 +6,12 @@ import random
 
 import pytest
 import torch
-from helpers.torch_driver import backend, generate, load, reference, spoil
+from helpers.torch_driver import generate, load, reference, spoil
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.sampling_params import ResolvedParams
-from trioengine.worker.kernels import torch_kernels
 from trioengine.worker.kernels.kv_cache import KVCache, KVLayout
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.runner.model_weights import choose_device, choose_dtype
@@ -25,15 +24,6 @@ GREEDY = ResolvedParams(temperature=0.0, seed=0, max_tokens=48, ignore_eos=True)
 @pytest.fixture(params=VARIANTS)
 def variant(request):
     return request.param
-
-
-@pytest.fixture(params=["native", "fused", "products", "cuda"])
-def options(request, monkeypatch):
-    """Options of `load`: kernels in C++, and torch's, of which the fused one is for large prefills and for CUDA."""
-    if request.param in ("native", "cuda"):
-        return backend(request.param)
-    monkeypatch.setattr(torch_kernels, "_SCORES_BYTES", 0 if request.param == "fused" else 1 << 20)
-    return backend("torch")
 
 
 @pytest.fixture

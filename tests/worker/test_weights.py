@@ -63,12 +63,9 @@ def stored_as(array, kind):
     return iq4_nl(array) if kind.name == "IQ4_NL" else gguf.quants.quantize(array, kind)
 
 
-def write_gguf(
-    tiny_llama, path, variant, architecture=None, kinds=None, extra=None, metadata=None, values=None, **changes
-):
-    """The variant as a GGUF file; `kinds` gives the stored type of some tensors, `values` maps all numbers."""
-    config = {**tiny_llama.BASE, **tiny_llama.VARIANTS[variant], **changes}
-    writer = gguf.GGUFWriter(path, architecture or config["model_type"])
+def new_writer(path, architecture, config):
+    """A GGUF file with the metadata that every architecture has."""
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -79,6 +76,15 @@ def write_gguf(
     writer.add_rope_freq_base(config["rope_theta"])
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
+    return writer
+
+
+def write_gguf(
+    tiny_llama, path, variant, architecture=None, kinds=None, extra=None, metadata=None, values=None, **changes
+):
+    """The variant as a GGUF file; `kinds` gives the stored type of some tensors, `values` maps all numbers."""
+    config = {**tiny_llama.BASE, **tiny_llama.VARIANTS[variant], **changes}
+    writer = new_writer(path, architecture or config["model_type"], config)
     for key, value in (metadata or {}).items():
         (writer.add_string if isinstance(value, str) else writer.add_float32)(key, value)
     if variant == "linear" and metadata is None:
