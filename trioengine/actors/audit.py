@@ -79,7 +79,7 @@ def check_books(ledger: Ledger, sessions: Sessions) -> None:
 
 
 def check_audit(answer: Audited, expected: frozenset[int], attached: frozenset[int]) -> None:
-    """The worker holds exactly the attached sessions, and every block is free, cached or held."""
+    """The worker holds exactly the attached sessions; every block and state slot is free, kept or held."""
     if expected != attached:
         raise InvariantError(f"the link knows sessions {_show(expected)}, the engine has attached {_show(attached)}")
     worker = frozenset(answer.sessions)
@@ -93,6 +93,13 @@ def check_audit(answer: Audited, expected: frozenset[int], attached: frozenset[i
         raise InvariantError(f"{blocks} KV blocks are accounted for, of {answer.kv_blocks_total}")
     if not answer.requests and answer.kv_blocks_held:
         raise InvariantError(f"{answer.kv_blocks_held} KV blocks are held though no request is there")
+    slots = answer.state_slots_free + answer.state_slots_kept + answer.state_slots_held
+    if slots != max(0, answer.state_slots_total - 1):
+        raise InvariantError(
+            f"{slots} state slots are accounted for, and one for padding, of {answer.state_slots_total}"
+        )
+    if not answer.requests and answer.state_slots_held:
+        raise InvariantError(f"{answer.state_slots_held} state slots are held though no request is there")
 
 
 def check_payloads(answer: Audited, expected: frozenset[int]) -> None:

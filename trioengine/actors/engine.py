@@ -112,7 +112,7 @@ class Engine:
         """The counts at this moment; the worker's as it reported them last."""
         runtime = self.runtime
         return statistics_of(
-            runtime.gate, runtime.supervisor, runtime.images.budget, runtime.worker_counts, runtime.kv_blocks_total
+            runtime.gate, runtime.supervisor, runtime.images.budget, runtime.worker_counts, runtime.ready
         )
 
     # ---- life -----------------------------------------------------------------------------------------------------

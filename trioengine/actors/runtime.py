@@ -152,8 +152,9 @@ class Runtime:
         return _loaded(self._limits)
 
     @property
-    def kv_blocks_total(self) -> int:
-        return self._limits.kv_blocks_total if self._limits is not None else 0
+    def ready(self) -> Ready | None:
+        """The last READY of a worker; None until the first one."""
+        return self._limits
 
     @property
     def takes_images(self) -> bool:

@@ -10,7 +10,7 @@ from trioengine.actors.gate import Gate
 from trioengine.actors.payload import PayloadBudget
 from trioengine.actors.supervisor import Supervisor
 from trioengine.core.lifecycle import Power
-from trioengine.core.messages import Audited, WorkerStatistics
+from trioengine.core.messages import Audited, Ready, WorkerStatistics
 from trioengine.core.types import Cause, FinishReason
 
 
@@ -36,6 +36,9 @@ class Statistics:
     kv_blocks_total: int
     kv_blocks_free: int
     kv_blocks_cached: int
+    state_slots_total: int  # of a model with states beside keys and values, without the one for padding; else 0
+    state_slots_free: int
+    state_slots_kept: int  # for the prefix cache
     payload_bytes_inflight: int  # of images that are prepared, on their way to the worker, or of a suspended request
     payload_bytes_kept: int  # of images that are kept for later turns
     worker_sessions: int
@@ -57,10 +60,12 @@ class Statistics:
 
 
 def statistics_of(
-    gate: Gate, supervisor: Supervisor, payloads: PayloadBudget, worker: WorkerCounts, kv_blocks_total: int
+    gate: Gate, supervisor: Supervisor, payloads: PayloadBudget, worker: WorkerCounts, ready: Ready | None
 ) -> Statistics:
     """The counts at this moment; the worker's as it reported them last."""
     ledger, latest, current = gate.ledger, worker.latest, supervisor.current
+    num_blocks = ready.kv_blocks_total if ready is not None else 0
+    num_slots = max(0, ready.state_slots - 1) if ready is not None else 0
     return Statistics(
         sessions=ledger.sessions,
         waiting_for_slot=gate.num_waiting_for_slot,
@@ -73,9 +78,12 @@ def statistics_of(
         aborted=ledger.aborted,
         failed=ledger.failed,
         rejected=ledger.rejected,
-        kv_blocks_total=kv_blocks_total,
-        kv_blocks_free=latest.kv_blocks_free if latest is not None else kv_blocks_total,
+        kv_blocks_total=num_blocks,
+        kv_blocks_free=latest.kv_blocks_free if latest is not None else num_blocks,
         kv_blocks_cached=latest.kv_blocks_cached if latest is not None else 0,
+        state_slots_total=num_slots,
+        state_slots_free=latest.state_slots_free if latest is not None else num_slots,
+        state_slots_kept=latest.state_slots_kept if latest is not None else 0,
         payload_bytes_inflight=payloads.bytes_in_flight,
         payload_bytes_kept=payloads.bytes_kept,
         worker_sessions=len(current.link.connection.sessions) if current is not None else 0,
@@ -130,10 +138,15 @@ class WorkerCounts:
         return Counters(*map(sum, zip(self._lost, now, strict=True)))
 
     def on_audited(self, message: Audited) -> None:
-        """Its blocks, as they are now."""
+        """Its blocks and state slots, as they are now."""
         if self.latest is not None:
-            free, cached = message.kv_blocks_free, message.kv_blocks_cached
-            self.latest = replace(self.latest, kv_blocks_free=free, kv_blocks_cached=cached)
+            self.latest = replace(
+                self.latest,
+                kv_blocks_free=message.kv_blocks_free,
+                kv_blocks_cached=message.kv_blocks_cached,
+                state_slots_free=message.state_slots_free,
+                state_slots_kept=message.state_slots_kept,
+            )
 
     def on_worker_lost(self) -> None:
         self._lost = self.counters

@@ -155,6 +155,7 @@ class Ready:
     weight_version: int = 1  # of the weights that the worker began with
     quantization: str = "none"  # of the weights in use: gguf, int8: products of integers
     kv_cache_dtype: str = "float32"
+    state_slots: int = 0  # of states beside keys and values, one of them for padding; 0: the model has none
 
 
 @dataclass(slots=True)  # one for each token: a frozen one takes four times as long to make
@@ -194,6 +195,8 @@ class WorkerStatistics:
     generation_tokens: int = 0
     draft_tokens: int = 0  # drafted and verified
     accepted_tokens: int = 0  # of these: drafts that became part of answers
+    state_slots_free: int = 0  # without a state
+    state_slots_kept: int = 0  # used by no sequence, kept for the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +234,7 @@ class PayloadConsumed:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """The worker's state: blocks free + cached + held = total."""
+    """The worker's state: blocks free + cached + held = total, and state slots free + kept + held = total - 1."""
 
     audit: int
     sessions: tuple[int, ...]
@@ -241,6 +244,10 @@ class Audited:
     kv_blocks_cached: int
     kv_blocks_held: int
     payloads: tuple[int, ...] = ()  # announced, and not consumed
+    state_slots_total: int = 0  # 0: the model has no states
+    state_slots_free: int = 0
+    state_slots_kept: int = 0
+    state_slots_held: int = 0
 
 
 @dataclass(frozen=True, slots=True)

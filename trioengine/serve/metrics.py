@@ -48,6 +48,12 @@ def _kv_cache_usage(statistics: Statistics) -> float:
     return (total - unused) / total if total else 0.0
 
 
+def _state_slot_usage(statistics: Statistics) -> float:
+    total = statistics.state_slots_total
+    unused = statistics.state_slots_free + statistics.state_slots_kept
+    return (total - unused) / total if total else 0.0
+
+
 class Kind(NamedTuple):
     """The help text and the bounds of a histogram."""
 
@@ -74,6 +80,9 @@ GAUGES: Mapping[str, Count] = {
     ),
     "payload_bytes_kept": Count("Bytes of images kept for later turns", lambda counts: counts.payload_bytes_kept),
     "kv_cache_usage_perc": Count("KV blocks that requests hold, of all: 0 to 1", _kv_cache_usage),
+    "state_slot_usage_perc": Count(
+        "State slots that requests hold, of all: 0 to 1; 0 for a model without states", _state_slot_usage
+    ),
 }
 COUNTERS: Mapping[str, Count] = {
     "prompt_tokens": Count("Tokens of prompts whose answers have begun", lambda counts: counts.prompt_tokens),

@@ -323,6 +323,7 @@ class SimulatedWorker(SimulatedProcess):
             block_size=limits.block_size,
             weight_version=self._weight_version,
             quantization=toy_quantization(self.runner.path),
+            state_slots=limits.state_slots,
         )
 
     def _send_all(self, messages: list[FromWorker]) -> None:

@@ -84,7 +84,10 @@ class StepWatch:
         first = sequence.num_computed_tokens // size
         last = (sequence.num_computed_tokens + entry.num_new_tokens - 1) // size
         written = sequence.block_table[first : last + 1]
+        saves = [slot for slot, _ in entry.saves]
         for other in self._live:
+            taken = [slot for slot in (sequence.state_slot, *saves) if slot and slot == other.state_slot]
+            assert other is sequence or not taken, f"request {sequence.request} writes a state of {other.request}"
             shared = [] if other is sequence else [block for block in written if block in other.block_table]
             assert not shared, f"request {sequence.request} writes blocks {shared}, which {other.request} also has"
 

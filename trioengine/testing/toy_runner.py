@@ -23,6 +23,7 @@ from trioengine.testing.toy_model import (
     toy_next,
     toy_value,
 )
+from trioengine.testing.toy_states import ToyStates
 from trioengine.testing.toy_weights import TOY_PATH, toy_quantization, toy_weights
 from trioengine.worker.scheduling.images import Tile
 from trioengine.worker.scheduling.sequence import (
@@ -48,6 +49,7 @@ class Crash(Exception):
 class ToyRunner:
     """A ModelRunner whose keys and values are `toy_value`s, in the slots that the block tables name.
 
+    It has states where there are slots for them.
     Raises AssertionError for a step that StepWatch refuses, that reads values of another history or of a request with
     another cache salt, or that encodes a tile twice.
     """
@@ -56,6 +58,7 @@ class ToyRunner:
         self._block_size = limits.block_size
         self._tile = limits.tile
         self._watch = StepWatch(limits)
+        self._states = ToyStates() if limits.state_slots else None
         self._begun: set[Sequence] = set()
         self._newly_begun: list[tuple[int, int, int]] = []
         self._slots: dict[int, int] = {}  # values in slots of the KV cache
@@ -79,6 +82,8 @@ class ToyRunner:
         self._slots.clear()
         self._salts.clear()
         self._watch.reset()
+        if self._states is not None:
+            self._states.reset()
         self.asleep = ALL_TAGS
 
     def wake(self, tags: frozenset[Tag]) -> None:
@@ -107,6 +112,8 @@ class ToyRunner:
         assert weights is not None, "a forward pass without weights"
         began = self._watch.take(output, self.arrivals)
         self._copy(output.copies)
+        if self._states is not None:
+            self._states.copy(output.state_copies)
         for entry in began:
             self._check_prefix(entry.sequence, weights)
             self._begin(entry.sequence)
@@ -125,6 +132,8 @@ class ToyRunner:
                 token_id = embedded.get(position, new_token_id)
                 self._slots[slots[position]] = toy_value(token_id, before)
                 self._salts[slots[position]] = salt
+            if self._states is not None:
+                self._states.advance(entry, lambda position, slots=slots: self._slots[slots[position]])
             if not entry.samples:
                 sampled += [self._scored(entry, None)] if entry.scores else []
                 continue

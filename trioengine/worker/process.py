@@ -182,6 +182,7 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
             kernels=info.kernels,
             quantization=info.quantization,
             kv_cache_dtype=info.kv_cache_dtype,
+            state_slots=info.state_slots,
         )
     )
     return core
@@ -204,6 +205,7 @@ def limits_of(config: WorkerConfig, info: ModelInfo) -> Limits:
         tile=None if info.vision is None else info.vision.tile,
         max_tiles_per_step=CPU_TILES if info.device == "cpu" else CUDA_TILES,
         encoder_cache_memory=config.encoder_cache_memory,
+        state_slots=info.state_slots,
     )
 
 

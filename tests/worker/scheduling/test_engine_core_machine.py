@@ -84,6 +84,7 @@ class EngineCoreMachine(SessionMachine):
         chunked_prefill_size=st.integers(1, 8),
         max_model_len=st.integers(2, 40),
         enable_prefix_caching=st.booleans(),
+        state_slots=st.sampled_from([0, 0, 2, 3, 6]),
     )
     def start(self, **limits: int) -> None:
         self.limits = Limits(vocab_size=VOCAB_SIZE, **limits)  # type: ignore[arg-type]
@@ -177,6 +178,9 @@ class EngineCoreMachine(SessionMachine):
         counts = (audited.kv_blocks_free, audited.kv_blocks_cached, audited.kv_blocks_held)
         assert min(counts) >= 0
         assert sum(counts) == audited.kv_blocks_total
+        slots = (audited.state_slots_free, audited.state_slots_kept, audited.state_slots_held)
+        assert min(slots) >= 0
+        assert sum(slots) == max(0, self.limits.state_slots - 1)
 
     @invariant()
     def books_agree(self) -> None:
@@ -201,6 +205,7 @@ class EngineCoreMachine(SessionMachine):
         statistics = self.core.statistics()
         assert statistics.num_sessions == statistics.num_running == statistics.num_waiting == 0
         assert statistics.kv_blocks_free + statistics.kv_blocks_cached == statistics.kv_blocks_total
+        assert statistics.state_slots_free + statistics.state_slots_kept == max(0, self.limits.state_slots - 1)
 
     def take(self, replies: list[FromWorker]) -> None:
         for reply in replies:

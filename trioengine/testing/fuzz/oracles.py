@@ -332,6 +332,8 @@ def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Ses
     assert statistics.num_running == statistics.num_waiting == 0, f"the worker still runs something: {statistics}"
     free, total = statistics.kv_blocks_free + statistics.kv_blocks_cached, worker.core.limits.kv_blocks_total
     assert free == total, f"{total - free} KV blocks have no holder"
+    free, slots = statistics.state_slots_free + statistics.state_slots_kept, max(0, worker.core.limits.state_slots - 1)
+    assert free == slots, f"{slots - free} state slots have no holder"
     in_flight = inside.num_in_flight(engine)
     waiting = inside.num_waiting_for_wake(engine)
     waits = f", but for {waiting} that wait for a wake" if waiting else ""

@@ -72,7 +72,7 @@ class Variant(NamedTuple):
 
 VARIANTS = (
     Variant({}, {}),
-    Variant({"max_num_seqs": 1, "max_sessions": 2, "max_restarts": 1}, {"max_num_batched_tokens": 8}),
+    Variant({"max_num_seqs": 1, "max_sessions": 2, "max_restarts": 1}, {"max_num_batched_tokens": 8, "state_slots": 3}),
     Variant(
         {"max_num_seqs": 4, "max_num_queued_reqs": 3, "num_speculative_tokens": 5},
         {"kv_blocks_total": 24, "block_size": 4},
@@ -88,7 +88,13 @@ MORE_VARIANTS = (  # of the machines whose callers use an engine directly
             "max_restarts": 2,
             "restart_delays": (0.5, 2.0),
         },
-        {"kv_blocks_total": 32, "block_size": 3, "max_num_batched_tokens": 6, "chunked_prefill_size": 5},
+        {
+            "kv_blocks_total": 32,
+            "block_size": 3,
+            "max_num_batched_tokens": 6,
+            "chunked_prefill_size": 5,
+            "state_slots": 6,
+        },
     ),
 )
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock

@@ -11,6 +11,11 @@ each other's blocks, neither whole nor in part.
 Where prefixes part within a block, as after a chat template's first words, their common tokens are found by the parent
 and the first token: of several blocks with these, the latest. They are copied to a block of the new sequence.
 
+A model with states beside keys and values (state_slots.py) can only go on where a state is kept: behind a block, which
+may be one that a sequence has left half full. There a prefix ends. The states of a sequence are kept behind its last
+token, when it leaves; behind the last full block of its prompt; and behind the last of the full blocks that it has in
+common with an earlier sequence, where that has kept none.
+
 The tokens of an image stand for its content: the index compares `Sequence.content`, which has ids in their places that
 are not in the vocabulary (see `image_token_ids`), so that different images never match.
 """
@@ -19,13 +24,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from hashlib import blake2b
 from typing import NamedTuple
 
 from trioengine.core.errors import InvariantError
 from trioengine.worker.scheduling.sequence import BlockCopy, Sequence
+from trioengine.worker.scheduling.state_slots import PADDING_SLOT, StateCopy, StateSave, StateSlots
 
 ROOT_DIGEST = b""  # of requests without a cache salt
 _SALTED = b"cache salt"  # keeps the roots apart from the digests of blocks
@@ -38,6 +43,8 @@ class Prefix(NamedTuple):
     blocks: tuple[int, ...] = ()
     partial: int | None = None  # the one more, to be copied as far as it matches
     num_tokens: int = 0  # of `blocks` and of the copy
+    state_slot: int = PADDING_SLOT  # with the state behind these tokens; the padding's: there is none
+    num_found: int = 0  # tokens of full blocks in the cache, of which a state may be missing
 
 
 class _Content(NamedTuple):
@@ -49,10 +56,14 @@ class _Content(NamedTuple):
 
 
 class BlockManager:
-    """Gives blocks to sequences and takes them back; the only one to change a block table."""
+    """Gives blocks and state slots to sequences and takes them back; the only one to change a block table."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, num_state_slots: int = 0
+    ) -> None:
+        """`num_state_slots`: 0 for a model without states."""
         self.num_blocks = num_blocks
+        self.states = StateSlots(num_state_slots)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._ref_counts = [0] * num_blocks
@@ -62,6 +73,8 @@ class BlockManager:
         self._by_digest: dict[bytes, int] = {}  # all of them
         self._by_branch: dict[tuple[bytes, int], int] = {}  # the latest of each branch
         self._copies: list[BlockCopy] = []
+        self._state_copies: list[StateCopy] = []
+        self._saving: set[int] = set()  # slots to which the running step saves states
 
     @property
     def num_free(self) -> int:
@@ -94,6 +107,8 @@ class BlockManager:
         num_tokens = len(found) * size
         rest = sequence.content(num_tokens, min(num_tokens + size, last))
         partial = self._by_branch.get((self._digest(sequence, len(found)), rest[0])) if rest else None
+        if self.states:
+            return self._with_state(found, partial, rest)
         if partial is not None:
             for ours, theirs in zip(rest, self._contents[partial].token_ids, strict=False):
                 if ours != theirs:
@@ -101,15 +116,30 @@ class BlockManager:
                 num_tokens += 1
         return Prefix(tuple(found), partial, num_tokens)
 
-    def allocate(self, sequence: Sequence, prefix: Prefix, *, reserve: int = 0) -> bool:
-        """Give an empty sequence `prefix` (see `find_prefix`) and blocks for the rest of its tokens.
+    def _with_state(self, found: list[int], partial: int | None, rest: list[int]) -> Prefix:
+        """The longest prefix of which a state is kept; `rest` are the tokens behind the full blocks `found`."""
+        num_found = len(found) * self.block_size
+        if partial is not None and (slot := self.states.find(partial)) is not None:
+            token_ids = self._contents[partial].token_ids.tolist()
+            if token_ids == rest[: len(token_ids)]:
+                return Prefix(tuple(found), partial, num_found + len(token_ids), slot, num_found)
+        for count in range(len(found), 0, -1):
+            if (slot := self.states.find(found[count - 1])) is not None:
+                return Prefix(tuple(found[:count]), None, count * self.block_size, slot, num_found)
+        return Prefix(num_found=num_found)
 
-        False, and nothing changes, where that would leave fewer than `reserve` blocks for others. The tokens of
-        `prefix` count as computed; in its partial block they are, once the step has made `take_copies`.
+    def allocate(self, sequence: Sequence, prefix: Prefix, *, reserve: int = 0) -> bool:
+        """Give an empty sequence `prefix` (see `find_prefix`), blocks for the rest of its tokens, and a state slot.
+
+        False, and nothing changes, where that would leave fewer than `reserve` blocks for others, or all slots are
+        held. The tokens of `prefix` count as computed; in its partial block they are, once the step has made
+        `take_copies` and `take_state_copies`.
         """
         num_new = -(-sequence.num_tokens // self.block_size) - len(prefix.blocks)
         num_revived = len(self._cached.keys() & prefix.blocks)
         if len(self._free) + len(self._cached) - num_revived - num_new < reserve:
+            return False
+        if self.states and not self._take_state(sequence, prefix):
             return False
         for block in prefix.blocks:
             self._cached.pop(block, None)
@@ -121,6 +151,46 @@ class BlockManager:
             self._copies.append(BlockCopy(prefix.partial, sequence.block_table[len(prefix.blocks)], num_copied))
         sequence.num_computed_tokens = prefix.num_tokens
         return True
+
+    def _take_state(self, sequence: Sequence, prefix: Prefix) -> bool:
+        if prefix.state_slot != PADDING_SLOT:
+            self.states.touch(prefix.blocks[-1] if prefix.partial is None else prefix.partial)
+        slot = self.states.take()
+        if slot is None:
+            return False
+        sequence.state_slot = slot
+        self._state_copies.append(StateCopy(prefix.state_slot, slot))
+        if self.enable_prefix_caching:
+            last_block = (sequence.num_tokens - 1) // self.block_size * self.block_size
+            points = sorted({prefix.num_found, last_block})
+            sequence.save_points = tuple(point for point in points if point > prefix.num_tokens)
+        return True
+
+    def take_state_copies(self) -> tuple[StateCopy, ...]:
+        """Return the copies of states that the next step makes first, as `take_copies` does."""
+        copies, self._state_copies = tuple(self._state_copies), []
+        return copies
+
+    def begin_saves(self, sequence: Sequence, num_new_tokens: int) -> tuple[StateSave, ...]:
+        """Take slots for the states that a step with these tokens saves, as far as there are slots.
+
+        They are given to `finish_saves` when the step is computed.
+        """
+        start, saves = sequence.num_computed_tokens, []
+        for point in sequence.save_points:
+            if start < point <= start + num_new_tokens and (slot := self.states.take()) is not None:
+                self._saving.add(slot)
+                saves.append(StateSave(slot, point))
+        return tuple(saves)
+
+    def finish_saves(self, sequence: Sequence, saves: Items[StateSave], *, discard: bool = False) -> None:
+        """Keep the states that a step has saved, or discard them, where they may be wrong."""
+        for slot, num_tokens in saves:
+            self._saving.remove(slot)
+            if discard:
+                self.states.give_back(slot)
+            else:
+                self.states.keep(slot, self._findable(sequence, num_tokens))
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """Return the copies that the next step makes first: all sources are read before a target changes."""
@@ -158,12 +228,40 @@ class BlockManager:
             block, digest = sequence.block_table[index], self._digest(sequence, index + 1)
             if digest not in self._by_digest and block not in self._contents:
                 token_ids = _packed(sequence.content(index * size, (index + 1) * size))
-                content = _Content(digest, (self._digest(sequence, index), token_ids[0]), token_ids)
-                self._contents[block] = content
-                self._by_digest[digest] = self._by_branch[content.branch] = block
+                self._add(block, _Content(digest, (self._digest(sequence, index), token_ids[0]), token_ids))
+
+    def _add(self, block: int, content: _Content) -> None:
+        """Make a block findable. Where a state is needed, only half full blocks are found by their first token."""
+        self._contents[block] = content
+        self._by_digest[content.digest] = block
+        if not self.states or len(content.token_ids) < self.block_size:
+            self._by_branch[content.branch] = block
+
+    def _keep_state(self, sequence: Sequence) -> None:
+        """Keep the state behind the sequence's last computed token, and make its last block findable."""
+        slot, num_tokens = sequence.state_slot, sequence.num_computed_tokens
+        sequence.state_slot = PADDING_SLOT
+        if self.enable_prefix_caching and num_tokens > 0:
+            self.states.keep(slot, self._findable(sequence, num_tokens))
+        else:
+            self.states.give_back(slot)
+
+    def _findable(self, sequence: Sequence, num_tokens: int) -> int:
+        """The block by which so many computed tokens of the sequence are found: its own where there is none yet."""
+        index = (num_tokens - 1) // self.block_size
+        token_ids, parent = (
+            _packed(sequence.content(index * self.block_size, num_tokens)),
+            self._digest(sequence, index),
+        )
+        content = _Content(block_digest(parent, token_ids), (parent, token_ids[0]), token_ids)
+        if content.digest not in self._by_digest:
+            self._add(sequence.block_table[index], content)
+        return self._by_digest[content.digest]
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks back; of those that stay cached, the later ones of the prefix are evicted first."""
+        if sequence.state_slot != PADDING_SLOT:
+            self._keep_state(sequence)
         for block in reversed(sequence.block_table):
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
@@ -176,6 +274,9 @@ class BlockManager:
 
     def discard(self, sequence: Sequence) -> None:
         """Take all blocks back, and make them unfindable: their content may be wrong (not finite, say)."""
+        if sequence.state_slot != PADDING_SLOT:
+            self.states.give_back(sequence.state_slot)
+            sequence.state_slot = PADDING_SLOT
         for block in sequence.block_table:
             self._forget(block)
         self.release(sequence)
@@ -187,8 +288,9 @@ class BlockManager:
         self._free = list(range(self.num_blocks - 1, -1, -1))
         for index in (self._cached, self._contents, self._by_digest, self._by_branch):
             index.clear()
+        self.states.forget_all()
 
-    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+    def check_integrity(self, sequences: Items[Sequence]) -> None:
         """Raise InvariantError unless the accounts agree with the block tables of `sequences`: all there are.
 
         Takes some 0.4 s for a million blocks.
@@ -200,6 +302,8 @@ class BlockManager:
         if sum(self._ref_counts) != held.total():
             raise InvariantError(f"blocks are counted {sum(self._ref_counts)} times and held {held.total()} times")
         self._check_index()
+        slots = [sequence.state_slot for sequence in sequences if sequence.state_slot != PADDING_SLOT]
+        self.states.check_integrity([*slots, *self._saving], self._contents)
         accounted = {*self._free, *self._cached, *held}
         num_accounted = len(self._free) + len(self._cached) + len(held)
         if len(accounted) != self.num_blocks or num_accounted != self.num_blocks:
@@ -223,6 +327,7 @@ class BlockManager:
         """Make a block unfindable; nothing happens if it already is."""
         content = self._contents.pop(block, None)
         if content is not None:
+            self.states.forget(block)
             del self._by_digest[content.digest]
             if self._by_branch.get(content.branch) == block:
                 del self._by_branch[content.branch]

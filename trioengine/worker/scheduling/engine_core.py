@@ -277,6 +277,10 @@ class EngineCore:
             kv_blocks_cached=blocks.num_cached,
             kv_blocks_held=blocks.num_held,
             payloads=self._scheduler.payloads.outstanding,
+            state_slots_total=blocks.states.num_slots,
+            state_slots_free=blocks.states.num_free,
+            state_slots_kept=blocks.states.num_kept,
+            state_slots_held=blocks.states.num_held,
         )
 
     # ---- grammars ---------------------------------------------------------------------------------------------------

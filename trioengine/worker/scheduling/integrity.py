@@ -38,10 +38,11 @@ def check_order(running: Items[Sequence], waiting: Items[Sequence], out: Items[S
         raise InvariantError(f"sequences wait in the order {places} of their arrival")
     for sequences, statuses in ((waiting, _IN_LINE), (out, _OUT_OF_LINE)):
         for sequence in sequences:
-            if sequence.status not in statuses or sequence.block_table or sequence.num_computed_tokens:
+            holds = sequence.block_table or sequence.num_computed_tokens or sequence.state_slot
+            if sequence.status not in statuses or holds:
                 raise InvariantError(
                     f"request {sequence.request} waits, is {sequence.status.value}, holds {len(sequence.block_table)} "
-                    f"blocks and has {sequence.num_computed_tokens} tokens computed"
+                    f"blocks and state slot {sequence.state_slot}, with {sequence.num_computed_tokens} tokens computed"
                 )
 
 

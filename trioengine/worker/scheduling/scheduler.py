@@ -84,7 +84,10 @@ class Scheduler:
         self.pictures = self._waiters.pictures
         self.payloads = self._waiters.payloads
         self.blocks = BlockManager(
-            limits.kv_blocks_total, limits.block_size, enable_prefix_caching=limits.enable_prefix_caching
+            limits.kv_blocks_total,
+            limits.block_size,
+            enable_prefix_caching=limits.enable_prefix_caching,
+            num_state_slots=limits.state_slots,
         )
         self._waiting: deque[Sequence] = deque()  # by arrival
         self._running: list[Sequence] = []  # by admission
@@ -124,7 +127,7 @@ class Scheduler:
         self._sequences[sequence.request] = sequence
         self._last_place += 1
         sequence.place = self._last_place
-        if sequence.params.num_speculative_tokens and sequence.params.grammar is None:  # which forces tokens instead
+        if sequence.params.num_speculative_tokens and self._takes_drafts(sequence):
             sequence.drafter = self._new_drafter(sequence)
         if sequence.images is None and not sequence.is_compiling:
             self._waiting.append(sequence)
@@ -186,7 +189,9 @@ class Scheduler:
             if self._running or self._waiting:
                 raise InvariantError(f"{len(self._sequences)} sequences, and none of them can be scheduled")
             return None  # they have left the line for their images
-        self._in_step = SchedulerOutput(tuple(plan.scheduled), self.blocks.take_copies(), tuple(plan.encode))
+        self._in_step = SchedulerOutput(
+            tuple(plan.scheduled), self.blocks.take_copies(), tuple(plan.encode), self.blocks.take_state_copies()
+        )
         return self._in_step
 
     def update(self, output: SchedulerOutput, sampled: list[Sampled]) -> list[Sequence]:
@@ -215,6 +220,7 @@ class Scheduler:
                     raise InvariantError(f"the runner sampled {row} for request {sequence.request}")
                 sequences.append(sequence)
             if isinstance(row, RequestFailed):
+                self.blocks.finish_saves(sequence, entry.saves, discard=True)
                 self._drop(sequence, discard=True)
                 continue
             if num_scores:
@@ -226,6 +232,7 @@ class Scheduler:
             sequence.num_computed_tokens = computed
             if before // block_size != computed // block_size:
                 self.blocks.register(sequence, before)
+                self.blocks.finish_saves(sequence, entry.saves)
             if row is not None and row.finish_reason is not None:
                 self._drop(sequence)
         if next(results, None) is not None:
@@ -261,6 +268,8 @@ class Scheduler:
             generation_tokens=self._generation_tokens,
             draft_tokens=self._draft_tokens,
             accepted_tokens=self._accepted_tokens,
+            state_slots_free=self.blocks.states.num_free,
+            state_slots_kept=self.blocks.states.num_kept,
         )
 
     def check_integrity(self) -> None:
@@ -273,6 +282,10 @@ class Scheduler:
         check_order(self._running, self._waiting, out)
         self._waiters.check_integrity(listed)
         self.blocks.check_integrity(listed)
+
+    def _takes_drafts(self, sequence: Sequence) -> bool:
+        """A grammar forces tokens instead, and a state cannot go back behind the tokens that are not kept."""
+        return sequence.params.grammar is None and not self.limits.state_slots
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
@@ -323,7 +336,7 @@ class Scheduler:
         if prefilling is not None:
             num_new_tokens = plan.fit(prefilling, prefilling.num_computed_tokens)
             if num_new_tokens > 0:
-                plan.add_prompt(prefilling, num_new_tokens)
+                plan.add_prompt(prefilling, num_new_tokens, self.blocks.begin_saves(prefilling, num_new_tokens))
             if prefilling.num_computed_tokens + num_new_tokens < prefilling.num_tokens:
                 return
         self._admit(plan)
@@ -366,7 +379,7 @@ class Scheduler:
             self._waiting.popleft()
             sequence.status = SequenceStatus.RUNNING
             self._running.append(sequence)
-            plan.add_prompt(sequence, num_new_tokens)
+            plan.add_prompt(sequence, num_new_tokens, self.blocks.begin_saves(sequence, num_new_tokens))
             if num_cached_tokens + num_new_tokens < sequence.num_tokens:
                 break
 

@@ -18,6 +18,7 @@ from trioengine.core.power import Tag
 from trioengine.core.sampling_params import ResolvedParams, check_room
 from trioengine.core.types import FinishReason, Logprobs, Usage, token_ids
 from trioengine.worker.scheduling.images import Picture, PromptImages, Tile, TilePiece, TileShape, Vision
+from trioengine.worker.scheduling.state_slots import PADDING_SLOT, StateCopy, StateSave
 
 OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
 DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
@@ -93,6 +94,8 @@ class Sequence:
     constraint: Constraint | None = None  # once its grammar is compiled
     num_forced: int = 0  # of its latest tokens: appended behind the latest sampled one, because no others could come
     drafter: Drafter | None = None  # None: no speculation
+    state_slot: int = PADDING_SLOT  # while it runs, in a model with states
+    save_points: tuple[int, ...] = ()  # numbers of tokens behind which a step saves the state
 
     @property
     def is_compiling(self) -> bool:
@@ -215,6 +218,7 @@ class Limits:
     max_num_batched_tokens: int = 2048  # tokens in one step
     chunked_prefill_size: int = 2048  # tokens of prompts in one step
     enable_prefix_caching: bool = True
+    state_slots: int = 0  # of the model's states, one of them for padding; 0: it has none
     tile: TileShape | None = None  # None: the model takes no images
     max_tiles_per_step: int = 1  # that are encoded
     encoder_cache_memory: int = DEFAULT_ENCODER_CACHE_MEMORY  # bytes of features that no sequence uses
@@ -231,6 +235,8 @@ class Limits:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.state_slots == 1 or self.state_slots < 0:
+            raise ValueError(f"state_slots must be 0 or at least 2, got {self.state_slots}")
         if self.max_model_len < 2:
             raise ValueError(f"max_model_len must hold a prompt and a token, got {self.max_model_len}")
 
@@ -258,6 +264,7 @@ class ScheduledSequence:
     sequence: Sequence
     num_new_tokens: int
     draft: tuple[int, ...] = ()
+    saves: tuple[StateSave, ...] = ()  # of states behind some of these tokens
 
     @property
     def samples(self) -> bool:
@@ -316,11 +323,13 @@ class SchedulerOutput:
 
     First the `copies` are made, all from the blocks' content before the step, and the tiles of `encode` get their
     features, `picture.features[number]`, from `picture.tiles`. Then all tiles of the scheduled tokens have features.
+    `state_copies` are made as `copies` are; then the slot of each sequence has the state behind its computed tokens.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
     copies: tuple[BlockCopy, ...] = ()
     encode: tuple[Tile, ...] = ()
+    state_copies: tuple[StateCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -375,3 +384,4 @@ class ModelInfo:
     quantization: str = "none"
     kv_cache_dtype: str = "float32"
     vision: Vision | None = None  # None: the model takes no images
+    state_slots: int = 0  # 0: it has no states beside keys and values

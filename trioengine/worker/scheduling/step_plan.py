@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trioengine.worker.scheduling.images import Tile
 from trioengine.worker.scheduling.sequence import Limits, ScheduledSequence, Sequence
+from trioengine.worker.scheduling.state_slots import StateSave
 
 MAX_SCORES = 1024  # tokens of prompts that get their logprobs in one step: some 300 KiB of a frame
 MAX_DRAFTED_STEP = 16  # tokens of a step with drafts: in larger ones a drafted token costs as much as a sampled one
@@ -70,9 +71,9 @@ class StepPlan:
                 self.prompt_tokens -= entry.num_new_tokens
                 room -= len(draft)
 
-    def add_prompt(self, sequence: Sequence, num_new_tokens: int) -> None:
+    def add_prompt(self, sequence: Sequence, num_new_tokens: int, saves: tuple[StateSave, ...]) -> None:
         """Schedule as many tokens as `fit` has returned."""
-        entry = ScheduledSequence(sequence, num_new_tokens)
+        entry = ScheduledSequence(sequence, num_new_tokens, saves=saves)
         self.scheduled.append(entry)
         self.prompt_tokens -= num_new_tokens
         self.scores -= len(entry.scores)
