@@ -39,6 +39,16 @@ GEMMA3 = {
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+LFM2 = {
+    "model_type": "lfm2",
+    "architectures": ["Lfm2ForCausalLM"],
+    "num_hidden_layers": 6,
+    "full_attn_idxs": [2, 4],
+    "block_auto_adjust_ff_dim": False,
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+}
 MAX_MODEL_LEN = {"phi3-short": 180}  # of a text whose frequencies are those of short ones
 WINDOWS = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -68,6 +78,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.75,
         "rope_scaling": LONGROPE,
         "original_max_position_embeddings": 64,
+    },
+    "lfm2": LFM2,
+    "lfm2-biases": {
+        **LFM2,
+        "conv_L_cache": 5,
+        "conv_bias": True,
+        "num_key_value_heads": 3,
+        "block_auto_adjust_ff_dim": True,
+        "block_multiple_of": 16,
+        "full_attn_idxs": [0, 1, 5],
     },
     "gemma3": GEMMA3,
     "gemma3-scaled": {

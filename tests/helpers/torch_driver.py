@@ -62,6 +62,7 @@ def generate(runner, prompts, max_tokens, params=None, **limits):
         "max_model_len": runner.info.max_model_len,
         "kv_blocks_total": runner.info.kv_blocks_total,
         "block_size": runner.info.block_size,
+        "state_slots": runner.info.state_slots,
         **limits,
     }
     params = params or ResolvedParams(temperature=0.0, max_tokens=max_tokens, seed=0, ignore_eos=True)

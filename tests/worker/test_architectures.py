@@ -13,6 +13,7 @@ from test_weights import new_writer, permuted
 
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
+from trioengine.worker.scheduling.state_slots import PADDING_SLOT, StateCopy
 from trioengine.worker.weights import open_checkpoint
 
 REFERENCE = reference("decoders_reference.json")
@@ -72,9 +73,13 @@ def test_logprobs_are_those_of_transformers(runner, variant):
     known = REFERENCE[variant]
     params = ResolvedParams(temperature=0.0, seed=0, logprobs=0, prompt_logprobs=1, max_tokens=1)
     sequence = Sequence(0, 0, list(PROMPT), 90, params, frozenset(), block_table=[3, 1, 4, 2, 9, 6])
+    copies = ()
+    if runner.states is not None:
+        sequence.state_slot, copies = 2, (StateCopy(PADDING_SLOT, 2),)
     entries = []
     for piece in (50, 39, 1):
-        rows = runner.execute(SchedulerOutput((ScheduledSequence(sequence, piece),)))
+        rows = runner.execute(SchedulerOutput((ScheduledSequence(sequence, piece),), state_copies=copies))
+        copies = ()
         entries += [entry for row in rows for entry in row.prompt_logprobs or ()]
         sequence.num_computed_tokens += piece
     assert rows[-1].logprobs[0] == pytest.approx({known["output"][0]: known["logprob"]}, abs=1e-4)

@@ -265,7 +265,12 @@ class Runtime:
         config = replace(self.config.for_worker(path), weight_version=version, asleep=asleep)
         if limits is None:
             return config
-        return replace(config, kv_blocks=limits.kv_blocks_total, max_model_len=limits.max_model_len)  # as they were
+        return replace(  # as they were
+            config,
+            kv_blocks=limits.kv_blocks_total,
+            state_slots=limits.state_slots,
+            max_model_len=limits.max_model_len,
+        )
 
     def dispatch(self, incarnation: Incarnation, message: Message) -> None:
         """Handle a message of the worker, in one step."""

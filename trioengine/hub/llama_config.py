@@ -75,6 +75,16 @@ class LlamaConfig:
     def images(self) -> None:
         """None: a model of texts only."""
 
+    @property
+    def num_kv_layers(self) -> int:
+        """The layers with keys and values: all."""
+        return self.num_layers
+
+    @property
+    def state_shapes(self) -> tuple[Shape, ...]:
+        """The shape of a sequence's state in each layer that has one: none."""
+        return ()
+
     def wanted_tensors(self, prefix: str = "model.") -> dict[str, Shape]:
         """Return the shape of every tensor that the model needs, by its Hugging Face name; the head has no prefix."""
         vocabulary = (self.vocab_size, self.hidden_size)

@@ -25,7 +25,7 @@ MAX_VALUES = 1 << 18  # in a JSON text, counted by its separators; at most about
 
 
 class TextConfig(Protocol):
-    """The shape of a decoder, as far as the KV cache and the choice of kernels depend on it."""
+    """The shape of a decoder, as far as caches and the choice of kernels depend on it."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -41,6 +41,15 @@ class TextConfig(Protocol):
     def head_dim(self) -> int: ...
     @property
     def max_position_embeddings(self) -> int: ...
+    @property
+    def num_kv_layers(self) -> int:
+        """The layers with keys and values."""
+        ...
+
+    @property
+    def state_shapes(self) -> tuple[Shape, ...]:
+        """The shape of a sequence's state in each layer that has one."""
+        ...
 
 
 class ModelConfig(Protocol):

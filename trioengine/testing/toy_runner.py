@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from functools import partial
 from pathlib import Path
 
 from trioengine.core.errors import ModelError
@@ -133,7 +134,7 @@ class ToyRunner:
                 self._slots[slots[position]] = toy_value(token_id, before)
                 self._salts[slots[position]] = salt
             if self._states is not None:
-                self._states.advance(entry, lambda position, slots=slots: self._slots[slots[position]])
+                self._states.advance(entry, partial(self._value, slots))
             if not entry.samples:
                 sampled += [self._scored(entry, None)] if entry.scores else []
                 continue
@@ -146,6 +147,9 @@ class ToyRunner:
         self.num_steps += 1
         self.num_computed += output.num_tokens
         return sampled
+
+    def _value(self, slots: list[int], position: int) -> int:
+        return self._slots[slots[position]]
 
     def _sampled(self, sequence: Sequence) -> Sampled:
         """Sample behind its last token."""

@@ -98,12 +98,15 @@ class ProfiledSteps:
     def _step(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         self.num_steps += 1
         self.num_tokens += output.num_tokens
-        model, cache, kernels = self._runner.model, self._runner.cache, self._spec.kernels
+        model, cache, states = self._runner.model, self._runner.cache, self._runner.states
+        kernels = self._spec.kernels
         with torch.inference_mode():
             cache.copy_blocks(output.copies)
+            if states is not None:
+                states.copy(output.state_copies)
             batch = self._measure("batch", lambda: make_batch(output, self._spec.layout.block_size, model.device))
             attention = self._measure("batch", lambda: kernels.attention(batch, cache))
-            hidden = self._measure("layers", lambda: model.forward(batch, attention))
+            hidden = self._measure("layers", lambda: model.forward(batch, attention, states))
             logits = self._measure("logits", lambda: model.logits(hidden))
             sampled = self._measure("sampling", lambda: sample_all(logits, output.scheduled))
         self._measure("scheduling", lambda: scheduler.update(output, sampled))

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from trioengine.hub.model_config import TextConfig
-from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.batch import ForwardBatch, StateRows
 from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.kernels.linear import Linear
+from trioengine.worker.kernels.state_cache import StateCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,18 @@ class RotaryTable:
         torch.neg(sin, out=minus_sin)
 
 
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A gated convolution over the tokens of a sequence, in each column by itself (LFM2, arXiv 2511.23404).
+
+    Of inputs `b, c, x` it is `c * sum(weight[k] * (b * x)[token - num_taps + 1 + k])`. A sequence's state are the
+    products `b * x` of its last `num_taps - 1` tokens.
+    """
+
+    weight: Tensor  # [num_taps, size], float32; the last tap is the token's own
+    bias: Tensor | None = None  # [size], float32: added to the sum
+
+
 class Activation(enum.Enum):
     """The function of the gates in an MLP."""
 
@@ -70,9 +83,12 @@ class Activation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The weights of one layer: attention, and an MLP with gates. Projections that share their input are one."""
+    """The weights of one layer: attention or a convolution, and an MLP with gates.
 
-    qkv: Linear
+    Projections that share their input are one.
+    """
+
+    qkv: Linear  # queries, keys and values; of a convolution `b, c, x`
     output: Linear
     gate_up: Linear
     down: Linear
@@ -84,6 +100,7 @@ class DecoderLayer:
     key_norm: RMSNorm | None = None
     rotary: RotaryTable | None = None  # None: no rotation
     window: int | None = None  # tokens that a query sees, itself among them; None: all before it
+    convolution: Convolution | None = None  # in place of attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +126,13 @@ class DecoderWeights:
 class Decoder(Protocol):
     """All layers of a model."""
 
-    def forward(self, embeddings: Tensor, batch: ForwardBatch, attention: Attention) -> Tensor:
-        """Compute the layers, and store their keys and values; the embeddings are consumed.
+    def forward(
+        self, embeddings: Tensor, batch: ForwardBatch, attention: Attention, states: StateCache | None = None
+    ) -> Tensor:
+        """Compute the layers, and store their keys, values and states; the embeddings are consumed.
 
-        embeddings [num_tokens, hidden_size], dtype; returns the normalized hidden states [num_outputs, hidden_size] of
-        the batch's output rows, dtype.
+        embeddings [num_tokens, hidden_size], dtype; `states`: of the layers with convolutions, in their order; returns
+        the normalized hidden states [num_outputs, hidden_size] of the batch's output rows, dtype.
         """
         ...
 
@@ -174,6 +193,13 @@ class Kernels(Protocol):
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """`activation(gate) * up` (arXiv 2002.05202): [num_tokens, 2 * size], gates first -> [num_tokens, size]."""
+        ...
+
+    def convolve(self, inputs: Tensor, convolution: Convolution, states: Tensor, rows: StateRows) -> Tensor:
+        """Compute the convolution, and store the states behind the sequences' tokens.
+
+        inputs [num_tokens, 3 * size]; states [num_slots, num_taps - 1, size]; returns [num_tokens, size].
+        """
         ...
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:

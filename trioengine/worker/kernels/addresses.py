@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from trioengine.core.errors import InvariantError
-from trioengine.worker.kernels import Activation, Residual, RMSNorm, RotaryTable
+from trioengine.worker.kernels import Activation, Convolution, Residual, RMSNorm, RotaryTable
+from trioengine.worker.kernels.batch import StateRows
 
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 ACTIVATIONS: Mapping[Activation, int] = {Activation.SILU: 0, Activation.GELU_TANH: 1}  # as rows.h's
@@ -34,6 +35,25 @@ class RotaryAddress(ctypes.Structure):
     _fields_ = (("table", _ADDRESS), ("size", _COUNT))
 
 
+class ConvolutionAddress(ctypes.Structure):
+    """convolution.h's Convolution."""
+
+    _fields_ = (("weight", _ADDRESS), ("bias", _ADDRESS), ("taps", _COUNT), ("size", _COUNT))
+
+
+class StateRowsAddress(ctypes.Structure):
+    """convolution.h's StateRows."""
+
+    _fields_ = (
+        ("slots", _ADDRESS),
+        ("first_rows", _ADDRESS),
+        ("sequence_of", _ADDRESS),
+        ("saves", _ADDRESS),
+        ("sequences", _COUNT),
+        ("num_saves", _COUNT),
+    )
+
+
 def norm_address(norm: RMSNorm | None) -> NormAddress:
     """The norm; null: there is none."""
     return (
@@ -50,6 +70,22 @@ def residual_address(residual: Residual) -> ResidualAddress:
 def rotary_address(rotary: RotaryTable | None, dtype: torch.dtype) -> RotaryAddress:
     """The table, of `dtype`; null: no rotation."""
     return RotaryAddress() if rotary is None else RotaryAddress(address(rotary.table, dtype), rotary.size)
+
+
+def convolution_address(convolution: Convolution | None) -> ConvolutionAddress:
+    """The convolution; null: there is none."""
+    if convolution is None:
+        return ConvolutionAddress()
+    bias = None if convolution.bias is None else address(convolution.bias, torch.float32)
+    return ConvolutionAddress(address(convolution.weight, torch.float32), bias, *convolution.weight.shape)
+
+
+def state_rows_address(rows: StateRows | None) -> StateRowsAddress:
+    """The slots of a step's sequences; null: the model has no states."""
+    if rows is None:
+        return StateRowsAddress()
+    tensors = rows.slots, rows.first_rows, rows.sequences, rows.saves
+    return StateRowsAddress(*(address(each, torch.int64) for each in tensors), len(rows.slots), len(rows.saves))
 
 
 def window_size(window: int | None) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput
+from trioengine.worker.scheduling.state_slots import PADDING_SLOT
 
 IntArray = npt.NDArray[np.int64]
 
@@ -22,6 +23,16 @@ class EmbeddedRows:
 
     rows: Tensor  # [num_rows], int64, each of them once
     values: Tensor  # [num_rows, hidden_size], in the model's dtype
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """Where the states of a batch's sequences are, in its order; all int64."""
+
+    slots: Tensor  # [num_seqs]
+    first_rows: Tensor  # [num_seqs + 1]: of each sequence's tokens, and the number of tokens
+    sequences: Tensor  # [num_tokens]: the index of each token's sequence
+    saves: Tensor  # [num_saves, 3]: a sequence, a number of its new tokens, and the slot for the state behind them
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,7 @@ class ForwardBatch:
     block_size: int
     embeddings: EmbeddedRows | None = None  # None: every row has its token's
     score_rows: Tensor | None = None  # [num_scores], int64: rows before tokens of prompts that get logprobs
+    states: StateRows | None = None  # of a model that has states
 
     @property
     def output_rows(self) -> Tensor:
@@ -81,6 +93,7 @@ def make_batch(output: SchedulerOutput, block_size: int, device: torch.device) -
         block_size=block_size,
         embeddings=_embeddings(entries, starts, device),
         score_rows=_score_rows(scheduled, dict(zip(order, starts.tolist(), strict=True)), device),
+        states=_state_rows(entries, sequences, ends, device),
     )
 
 
@@ -125,6 +138,26 @@ def _score_rows(
         before = starts[index] - entry.sequence.num_computed_tokens - 1
         rows += [before + token for token in entry.scores]
     return _tensor(rows, device) if rows else None
+
+
+def _state_rows(
+    entries: list[ScheduledSequence], sequences: IntArray, ends: IntArray, device: torch.device
+) -> StateRows | None:
+    """`sequences` of the tokens, `ends` of the sequences' rows."""
+    slots = [entry.sequence.state_slot for entry in entries]
+    if PADDING_SLOT in slots:
+        return None
+    saves = [
+        (index, save.num_tokens - entry.sequence.num_computed_tokens, save.slot)
+        for index, entry in enumerate(entries)
+        for save in entry.saves
+    ]
+    return StateRows(
+        slots=_tensor(slots, device),
+        first_rows=_tensor([0, *ends.tolist()], device),
+        sequences=torch.from_numpy(sequences).to(device),
+        saves=torch.tensor(saves, dtype=torch.int64, device=device).view(-1, 3),
+    )
 
 
 def _tensor(values: list[int], device: torch.device) -> Tensor:

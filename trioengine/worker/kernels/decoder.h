@@ -6,6 +6,7 @@
 #include <chrono>
 
 #include "attention.h"
+#include "convolution.h"
 #include "products.h"
 
 namespace {
@@ -15,6 +16,7 @@ struct Layer {
     Norm query_norm, key_norm;
     Rotary rotary;
     int64_t window;                   // tokens that a query sees, itself among them
+    Convolution convolution;          // in place of attention
     Residual after_attention, after_mlp;  // the latter with the next layer's norm, or the last one
 };
 
@@ -33,7 +35,9 @@ struct Step {
     int64_t num_tiles;
     const int64_t *tables;  // [sequences, width]
     int64_t width;
-    const LayerCache *caches;    // one for each layer
+    const LayerCache *caches;    // one for each layer with keys and values
+    Element *const *states;      // one for each layer with a convolution: [slots, taps - 1, size]
+    StateRows state_rows;
     const int64_t *output_rows;  // [outputs]: the tokens that go through all of the last layer
     int64_t outputs;
     Element *delta;  // [tokens, size]: the embeddings; then what is to be added to the hidden states
@@ -44,14 +48,14 @@ struct Step {
 struct Scratch {
     Inputs inputs;
     float *hidden, *selected;  // [tokens, size]; of the output rows, as the last layer leaves them
-    Element *wide;             // queries, keys and values; gates and what they are multiplied with
+    Element *wide;             // queries, keys and values; inputs of a convolution; gates and what they multiply
     Element *narrow;           // the results that are prepared for the next product
     SegmentSums *sums;         // [num_tiles, kv_heads, segments]; null: each tile's context is read by one thread
     int64_t segments;          // of a tile, at most
     int64_t *times;            // the nanoseconds of each operation in all layers, added up; null: not measured
 };
 
-enum Operation { NORMS, QKV, ATTENTION, OUTPUT, GATE_UP, ACTIVATION, DOWN };
+enum Operation { NORMS, QKV, ATTENTION, CONVOLUTION, OUTPUT, GATE_UP, ACTIVATION, DOWN };
 
 // Each thread has one; the first thread's times count.
 class Watch {
@@ -109,9 +113,9 @@ void attend(const Decoder &d, const Layer &layer, const Step &s, const LayerCach
         attend_segments(tiles, scratch.segments, scratch.sums);
 }
 
-// The last layer goes on with the output rows alone: the others are needed for their keys and values only.
-void prepare_attended(const Step &s, bool is_last, int64_t rows, int64_t size, const Weight &next,
-                      const Scratch &scratch) {
+// The last layer goes on with the output rows alone: the others are needed for their keys, values and states only.
+void prepare_mixed(const Step &s, bool is_last, int64_t rows, int64_t size, const Weight &next,
+                   const Scratch &scratch) {
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         const int64_t row = is_last ? s.output_rows[r] : r;
@@ -132,6 +136,8 @@ void activate(int64_t rows, Activation activation, const Weight &next, const Scr
 void decode_layers(const Decoder &d, const Step &s, const Scratch &scratch) {
     const int64_t size = d.layers[0].qkv.inputs;
     const Inputs &x = scratch.inputs;
+    const LayerCache *cache = s.caches;
+    Element *const *states = s.states;
     Watch watch(scratch.times);
     clear(scratch.hidden, s.tokens, size);
     add_rows(scratch.hidden, s.delta, {{}, 1.0f, d.norm}, s.tokens, size, scratch.narrow, &d.layers[0].qkv, scratch);
@@ -143,9 +149,13 @@ void decode_layers(const Decoder &d, const Step &s, const Scratch &scratch) {
         float *hidden = is_last ? scratch.selected : scratch.hidden;
         product(x, layer.qkv, s.tokens, scratch.wide);
         watch.lap(QKV);
-        attend(d, layer, s, s.caches[i], scratch);
-        prepare_attended(s, is_last, rows, size, layer.output, scratch);
-        watch.lap(ATTENTION);
+        const bool convolves = layer.convolution.is_there();
+        if (convolves)
+            convolve(layer.convolution, scratch.wide, s.tokens, *states++, s.state_rows, scratch.narrow);
+        else
+            attend(d, layer, s, *cache++, scratch);
+        prepare_mixed(s, is_last, rows, size, layer.output, scratch);
+        watch.lap(convolves ? CONVOLUTION : ATTENTION);
         product(x, layer.output, rows, s.delta);
         watch.lap(OUTPUT);
         add_rows(hidden, s.delta, layer.after_attention, rows, size, scratch.narrow, &layer.gate_up, scratch);

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import torch
 from torch import Tensor
 
+from trioengine.core.errors import InvariantError
 from trioengine.hub.model_config import TextConfig
 from trioengine.worker.kernels import Attention, DecoderLayer, DecoderWeights, Kernels, Residual
-from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.batch import ForwardBatch, StateRows
+from trioengine.worker.kernels.state_cache import StateCache
 
 
 class LayerByLayer:
@@ -16,25 +20,32 @@ class LayerByLayer:
     def __init__(self, kernels: Kernels, config: TextConfig, weights: DecoderWeights) -> None:
         self._kernels, self._config, self._weights = kernels, config, weights
 
-    def forward(self, embeddings: Tensor, batch: ForwardBatch, attention: Attention) -> Tensor:
+    def forward(
+        self, embeddings: Tensor, batch: ForwardBatch, attention: Attention, states: StateCache | None = None
+    ) -> Tensor:
         kernels, weights = self._kernels, self._weights
+        kv_layers, state_layers = count(), iter(states.layers if states is not None else ())
         hidden = torch.zeros_like(embeddings, dtype=torch.float32)
         normed = kernels.add(hidden, embeddings, Residual(weights.layers[0].attention_norm))
-        for index, (layer, residuals) in enumerate(zip(weights.layers, weights.residuals(), strict=True)):
-            after_attention, after_mlp = residuals
-            attended = self._attend(index, layer, normed, batch, attention)
-            if layer is weights.layers[-1]:  # its other rows are needed for their keys and values only
-                hidden, attended = (rows.index_select(0, batch.output_rows) for rows in (hidden, attended))
-            gate_up = layer.gate_up(kernels.add(hidden, layer.output(attended), after_attention))
+        for layer, (after_attention, after_mlp) in zip(weights.layers, weights.residuals(), strict=True):
+            mixed = layer.qkv(normed)
+            if layer.convolution is None:
+                mixed = self._attend(next(kv_layers), layer, mixed, batch, attention)
+            else:
+                mixed = kernels.convolve(mixed, layer.convolution, next(state_layers), state_rows(batch))
+            if layer is weights.layers[-1]:  # its other rows are needed for their keys, values and states only
+                hidden, mixed = (rows.index_select(0, batch.output_rows) for rows in (hidden, mixed))
+            gate_up = layer.gate_up(kernels.add(hidden, layer.output(mixed), after_attention))
             normed = kernels.add(hidden, layer.down(kernels.gated(gate_up, weights.activation)), after_mlp)
         return normed
 
     def _attend(
-        self, index: int, layer: DecoderLayer, hidden: Tensor, batch: ForwardBatch, attention: Attention
+        self, index: int, layer: DecoderLayer, qkv: Tensor, batch: ForwardBatch, attention: Attention
     ) -> Tensor:
+        """`index`: among the layers with keys and values."""
         config, kernels = self._config, self._kernels
         queries, both = config.num_heads, config.num_heads + config.num_kv_heads
-        heads = layer.qkv(hidden).view(-1, both + config.num_kv_heads, config.head_dim)
+        heads = qkv.view(-1, both + config.num_kv_heads, config.head_dim)
         if layer.query_norm is not None:
             kernels.norm_heads_(heads, 0, queries, layer.query_norm)
         if layer.key_norm is not None:
@@ -42,3 +53,10 @@ class LayerByLayer:
         if layer.rotary is not None:
             kernels.rotate_(heads, both, layer.rotary, batch.positions)
         return attention.forward(index, heads, self._weights.attention_scale, layer.window)
+
+
+def state_rows(batch: ForwardBatch) -> StateRows:
+    """The slots of the batch's sequences. Raises InvariantError if they have none."""
+    if batch.states is None:
+        raise InvariantError("a step of a model with states, whose sequences have no slots for them")
+    return batch.states

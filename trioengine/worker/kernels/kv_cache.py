@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
+from trioengine.hub.model_config import TextConfig
 from trioengine.worker.scheduling.sequence import BlockCopy
 
 _CPU_SHARE = 4  # a quarter of the free memory,
@@ -110,20 +111,30 @@ def dequantized(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(integers, scales.unsqueeze(-1), out=torch.empty_like(integers, dtype=dtype))
 
 
-def count_blocks(config: WorkerConfig, layout: KVLayout, num_layers: int, device: torch.device, weights: int) -> int:
-    """Return how many blocks the memory holds beside `weights` bytes. Raises ModelError if it holds none."""
+def size_caches(
+    config: WorkerConfig, model: TextConfig, layout: KVLayout, dtype: torch.dtype, device: torch.device, weights: int
+) -> tuple[int, int]:
+    """Return how many blocks, and state slots, the memory holds beside `weights` bytes. Raises ModelError for none.
+
+    Slots are for all sequences of a step, as many states that the prefix cache keeps, and padding, if these take no
+    more than half of the memory.
+    """
+    per_slot = sum(map(math.prod, model.state_shapes)) * dtype.itemsize
+    most_slots = 2 * config.max_num_seqs + 1 if per_slot else 0
     if config.kv_blocks is not None:
-        return config.kv_blocks
-    per_block = num_layers * layout.token_bytes * layout.block_size
+        return config.kv_blocks, most_slots if config.state_slots is None else config.state_slots
+    per_block = model.num_kv_layers * layout.token_bytes * layout.block_size
     memory = config.kv_cache_memory
     if memory is None:
         memory = _free_on_cuda(config, device, weights, per_block) if device.type == "cuda" else _free_on_cpu()
+    num_slots = max(2, min(most_slots, memory // 2 // per_slot)) if per_slot else 0
+    memory -= num_slots * per_slot
     if memory < per_block:
         raise ModelError(
             f"kv_cache_memory (--kv-cache-memory) is too small: {memory} bytes hold no block "
             f"of {config.block_size} tokens, which takes {per_block} bytes"
         )
-    return memory // per_block
+    return memory // per_block, num_slots
 
 
 def _free_on_cpu() -> int:

@@ -47,6 +47,13 @@ void rotate(Element *heads, int64_t tokens, int64_t all_heads, int64_t count, co
             rotate_head(heads + (t * all_heads + h) * HEAD_DIM, rotary->size, rotary->at(positions[t]));
 }
 
+// inputs [tokens, 3 * size]; states [slots, taps - 1, size]; out [tokens, size].
+void convolve(const Convolution *convolution, const Element *inputs, int64_t tokens, Element *states,
+              const StateRows *rows, Element *out) {
+#pragma omp parallel
+    convolve(*convolution, inputs, tokens, states, *rows, out);
+}
+
 void gated(const Element *gate_up, int64_t rows, int64_t size, Activation activation, Element *out) {
 #pragma omp parallel for schedule(static) if (rows > 1)
     for (int64_t r = 0; r < rows; r++) gated_row(gate_up + r * 2 * size, size, activation, out + r * size);

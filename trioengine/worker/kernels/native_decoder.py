@@ -14,23 +14,29 @@ from trioengine.hub.model_config import TextConfig
 from trioengine.worker.kernels import Attention, DecoderLayer, DecoderWeights, Residual
 from trioengine.worker.kernels.addresses import (
     ACTIVATIONS,
+    ConvolutionAddress,
     NormAddress,
     ResidualAddress,
     RotaryAddress,
+    StateRowsAddress,
     address,
+    convolution_address,
     norm_address,
     residual_address,
     rotary_address,
+    state_rows_address,
     window_size,
 )
 from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.decoder import state_rows
 from trioengine.worker.kernels.native_attention import NativeAttention
 from trioengine.worker.kernels.products import InputsAddress, NativeLinear, Profile, WeightAddress
+from trioengine.worker.kernels.state_cache import StateCache
 
 _MOST_SUMS = 64 << 20  # bytes of the segments' sums
 _UNITS_A_THREAD = 8  # tiles and heads; with fewer, threads share the segments of contexts, lest one waits for another
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-OPERATIONS = ("norms", "qkv", "attention", "output", "gate_up", "activation", "down")  # as decoder.h's
+OPERATIONS = ("norms", "qkv", "attention", "convolution", "output", "gate_up", "activation", "down")  # as decoder.h's
 FUNCTIONS: Mapping[str, tuple[type, ...]] = {"decode": (_ADDRESS, _ADDRESS, _ADDRESS)}
 
 
@@ -44,6 +50,7 @@ class _Layer(ctypes.Structure):
         ("key_norm", NormAddress),
         ("rotary", RotaryAddress),
         ("window", _COUNT),
+        ("convolution", ConvolutionAddress),
         ("after_attention", ResidualAddress),
         ("after_mlp", ResidualAddress),
     )
@@ -70,6 +77,8 @@ class _Step(ctypes.Structure):
         ("tables", _ADDRESS),
         ("width", _COUNT),
         ("caches", _ADDRESS),
+        ("states", _ADDRESS),
+        ("state_rows", StateRowsAddress),
         ("output_rows", _ADDRESS),
         ("outputs", _COUNT),
         ("delta", _ADDRESS),
@@ -104,6 +113,7 @@ class NativeDecoder:
         self._weights = weights  # the memory at the addresses
         self._products = products[0][0].products
         self._head_dim = config.head_dim
+        self._num_states = sum(layer.convolution is not None for layer in weights.layers)
         self._layers = (_Layer * len(products))(*map(self._layer, weights.layers, products, weights.residuals()))
         self._decoder = _Decoder(
             ctypes.addressof(self._layers),
@@ -119,15 +129,20 @@ class NativeDecoder:
         self._wide = max(product.out_features for product in every)  # columns behind a product
         self._narrow = max(product.in_features for product in every)  # and before it
 
-    def forward(self, embeddings: Tensor, batch: ForwardBatch, attention: Attention) -> Tensor:
+    def forward(
+        self, embeddings: Tensor, batch: ForwardBatch, attention: Attention, states: StateCache | None = None
+    ) -> Tensor:
         if not isinstance(attention, NativeAttention):
             raise InvariantError(f"the native decoder got another attention: {attention!r}")
         tokens, size = embeddings.shape
         rows, dtype = batch.output_rows, self._products.dtype
         if len(rows) > tokens:
             raise InvariantError(f"a batch of {tokens} tokens has {len(rows)} output rows")
-        if len(attention.caches) != len(self._layers):
-            raise InvariantError(f"a KV cache of {len(attention.caches)} layers for {len(self._layers)}")
+        if len(attention.caches) != len(self._layers) - self._num_states:
+            raise InvariantError(
+                f"a KV cache of {len(attention.caches)} layers for {len(self._layers)}, {self._num_states} with states"
+            )
+        state_addresses = self._state_addresses(states)
         result = embeddings.new_empty((len(rows), size))
         step = _Step(
             tokens,
@@ -138,6 +153,8 @@ class NativeDecoder:
             address(attention.tables, torch.int64),
             attention.tables.shape[1],
             ctypes.addressof(attention.caches),
+            ctypes.addressof(state_addresses),
+            state_rows_address(state_rows(batch) if self._num_states else None),
             address(rows, torch.int64),
             len(rows),
             address(embeddings, dtype),
@@ -151,6 +168,13 @@ class NativeDecoder:
             self._add_times(profile, times, tokens, len(rows))
         return result
 
+    def _state_addresses(self, states: StateCache | None) -> ctypes.Array[ctypes.c_void_p]:
+        """The states of each layer that has them."""
+        layers = [] if states is None else states.layers
+        if len(layers) != self._num_states:
+            raise InvariantError(f"states of {len(layers)} layers for {self._num_states}")
+        return (_ADDRESS * len(layers))(*(address(layer, self._products.dtype) for layer in layers))
+
     def _layer(
         self, layer: DecoderLayer, products: tuple[NativeLinear, ...], residuals: tuple[Residual, Residual]
     ) -> _Layer:
@@ -162,6 +186,7 @@ class NativeDecoder:
             norm_address(layer.key_norm),
             rotary_address(layer.rotary, self._products.dtype),
             window_size(layer.window),
+            convolution_address(layer.convolution),
             *map(residual_address, residuals),
         )
 

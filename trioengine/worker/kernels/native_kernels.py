@@ -15,6 +15,7 @@ from trioengine.hub.model_config import TextConfig
 from trioengine.worker.kernels import (
     Activation,
     Attention,
+    Convolution,
     Decoder,
     DecoderWeights,
     Residual,
@@ -23,8 +24,16 @@ from trioengine.worker.kernels import (
     native_decoder,
     products,
 )
-from trioengine.worker.kernels.addresses import ACTIVATIONS, address, norm_address, residual_address, rotary_address
-from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.addresses import (
+    ACTIVATIONS,
+    address,
+    convolution_address,
+    norm_address,
+    residual_address,
+    rotary_address,
+    state_rows_address,
+)
+from trioengine.worker.kernels.batch import ForwardBatch, StateRows
 from trioengine.worker.kernels.compiler import load_library
 from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.kernels.native_attention import (
@@ -45,6 +54,7 @@ _FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "add": (_ADDRESS, _ADDRESS, _ADDRESS, _COUNT, _COUNT, _ADDRESS),
     "norm_heads": (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS),
     "rotate": (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS, _ADDRESS),
+    "convolve": (_ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _ADDRESS),
     "gated": (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS),
     "store": (_ADDRESS, _COUNT, _COUNT, _ADDRESS, _ADDRESS),
     "attend": (_ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _COUNT, _FLOAT, _COUNT, _ADDRESS),
@@ -122,6 +132,18 @@ class NativeKernels:
         result = gate_up.new_empty((rows, size // 2))
         at = address(gate_up, self.dtype)
         self.native.gated(at, rows, size // 2, ACTIVATIONS[activation], result.data_ptr())
+        return result
+
+    def convolve(self, inputs: Tensor, convolution: Convolution, states: Tensor, rows: StateRows) -> Tensor:
+        result = inputs.new_empty((len(inputs), convolution.weight.shape[1]))
+        self.native.convolve(
+            ctypes.byref(convolution_address(convolution)),
+            address(inputs, self.dtype),
+            len(inputs),
+            address(states, self.dtype),
+            ctypes.byref(state_rows_address(rows)),
+            result.data_ptr(),
+        )
         return result
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:

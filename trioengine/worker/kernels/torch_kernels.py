@@ -13,8 +13,17 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from trioengine.hub.model_config import TextConfig
-from trioengine.worker.kernels import Activation, Attention, Decoder, DecoderWeights, Residual, RMSNorm, RotaryTable
-from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels import (
+    Activation,
+    Attention,
+    Convolution,
+    Decoder,
+    DecoderWeights,
+    Residual,
+    RMSNorm,
+    RotaryTable,
+)
+from trioengine.worker.kernels.batch import ForwardBatch, StateRows
 from trioengine.worker.kernels.decoder import LayerByLayer
 from trioengine.worker.kernels.kv_cache import KVCache, dequantized, quantized
 
@@ -51,6 +60,27 @@ class TorchKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         activated = F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")
         return activated.mul_(up)
+
+    def convolve(self, inputs: Tensor, convolution: Convolution, states: Tensor, rows: StateRows) -> Tensor:
+        """Each sequence's state is put before its products, so that taps are rows at fixed distances."""
+        b, c, x = inputs.chunk(3, dim=1)
+        products, num_kept = b * x, states.shape[1]
+        before = torch.arange(num_kept, device=x.device)
+        first_rows, last_rows = rows.first_rows[:-1], rows.first_rows[1:]
+        moved = num_kept * torch.arange(1, len(rows.slots) + 1, device=x.device)  # rows of states before each sequence
+        places = torch.arange(len(x), device=x.device) + moved[rows.sequences]
+        known = x.new_empty((len(x) + num_kept * len(rows.slots), x.shape[1]))
+        known[(first_rows + moved - num_kept)[:, None] + before] = states[rows.slots]
+        known[places] = products
+        result = torch.zeros_like(x, dtype=torch.float32)
+        for age, weight in enumerate(convolution.weight.flip(0)):
+            result += known[places - age].float() * weight
+        if convolution.bias is not None:
+            result += convolution.bias
+        saved, num_tokens, slots = rows.saves.unbind(1)
+        states[slots] = known[(first_rows[saved] + moved[saved] + num_tokens - num_kept)[:, None] + before]
+        states[rows.slots] = known[(last_rows + moved - num_kept)[:, None] + before]
+        return (result * c.float()).to(x.dtype)
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
         return TorchAttention(batch, cache, self._num_heads, self._dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 from trioengine.hub.model_config import ModelConfig
 from trioengine.worker.kernels import Attention, Kernels
 from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.state_cache import StateCache
 from trioengine.worker.weights.checkpoint import WeightReader
 
 
@@ -27,8 +28,11 @@ class Model(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
-        """Compute the batch and store its keys and values: hidden states of its `output_rows`, for `logits`."""
+    def forward(self, batch: ForwardBatch, attention: Attention, states: StateCache | None = None) -> Tensor:
+        """Compute the batch, and store its keys, values and states: hidden states of its `output_rows`, for `logits`.
+
+        `states`: of a model that has states.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

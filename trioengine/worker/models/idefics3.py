@@ -25,6 +25,7 @@ from trioengine.hub.idefics3_config import (
 from trioengine.worker.kernels import Attention, Kernels
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.linear import Linear
+from trioengine.worker.kernels.state_cache import StateCache
 from trioengine.worker.models import ModelFactory
 from trioengine.worker.models.llama import LlamaModel
 from trioengine.worker.weights.checkpoint import WeightReader
@@ -44,9 +45,9 @@ class Idefics3Model:
         self._scale = config.scale_factor
         self._connector = weights.linear(CONNECTOR)
 
-    def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
+    def forward(self, batch: ForwardBatch, attention: Attention, states: StateCache | None = None) -> Tensor:
         """As LlamaModel's."""
-        return self._text.forward(batch, attention)
+        return self._text.forward(batch, attention, states)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As LlamaModel's."""

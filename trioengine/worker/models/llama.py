@@ -13,6 +13,7 @@ from trioengine.worker.kernels import Attention, DecoderLayer, DecoderWeights, K
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.linear import Linear
 from trioengine.worker.kernels.rotary import attention_factor, inverse_frequencies
+from trioengine.worker.kernels.state_cache import StateCache
 from trioengine.worker.models import ModelFactory
 from trioengine.worker.weights.checkpoint import WeightReader
 
@@ -31,7 +32,14 @@ class LayerReader:
         return self._weights.linear(*(self._prefix + name for name in names))
 
     def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._weights.tensor(f"{self._prefix}{name}.weight", torch.float32), self._epsilon)
+        return RMSNorm(self.tensor(f"{name}.weight"), self._epsilon)
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(self._prefix + name)
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor, in float32."""
+        return self._weights.tensor(self._prefix + name, torch.float32)
 
     def qkv(self) -> Linear:
         return self.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -48,6 +56,8 @@ class LayerReader:
 
 class LlamaModel:
     """The embedding, the decoder, and the head. Other architectures override how layers and the decoder are read."""
+
+    last_norm = "norm"  # the name of the norm behind the layers
 
     def __init__(
         self,
@@ -68,7 +78,7 @@ class LlamaModel:
         self.rotary = self.rotary_table(frequencies, max_model_len, attention_factor(config.rope_scaling))
         reader = LayerReader(weights, prefix, config.rms_norm_eps)
         layers = [self.read_layer(index, reader.below(f"layers.{index}.")) for index in range(config.num_layers)]
-        self._decoder = kernels.decoder(config, self.decoder_weights(layers, reader.norm("norm")))
+        self._decoder = kernels.decoder(config, self.decoder_weights(layers, reader.norm(self.last_norm)))
 
     def read_frequencies(self, weights: WeightReader, max_positions: int) -> Tensor:
         """The frequencies of rotary positions: [rotary_dim / 2], float32."""
@@ -103,12 +113,12 @@ class LlamaModel:
         """The embeddings [num_tokens, hidden_size] of token ids [num_tokens]."""
         return F.embedding(token_ids, self._embedding)
 
-    def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
-        """Compute the batch and store its keys and values: hidden states [num_rows, hidden_size] for `logits`."""
+    def forward(self, batch: ForwardBatch, attention: Attention, states: StateCache | None = None) -> Tensor:
+        """Compute the batch, and store its keys, values and states: hidden states [num_rows, hidden_size]."""
         embeddings = self.embed(batch.token_ids)
         if batch.embeddings is not None:
             embeddings.index_copy_(0, batch.embeddings.rows, batch.embeddings.values)
-        return self._decoder.forward(embeddings, batch, attention)
+        return self._decoder.forward(embeddings, batch, attention, states)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [num_rows, vocab_size] of rows that `forward` has returned."""

@@ -14,6 +14,7 @@ from trioengine.core.image import ImageInfo, ImageProcessing
 from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.kv_cache import KVCache
+from trioengine.worker.kernels.state_cache import StateCache
 from trioengine.worker.models import Model, VisionModel
 from trioengine.worker.runner.model_weights import ModelSpec, ModelWeights, failure_of, give_back, share_one_arena
 from trioengine.worker.runner.sampling import sample_all
@@ -30,6 +31,7 @@ class TorchModelRunner:
         self._spec = spec
         self._weights = weights
         self._cache: KVCache | None = None  # None: it sleeps
+        self._states: StateCache | None = None  # None: it sleeps, with the KV cache, or the model has no states
         self.info = ModelInfo(
             model_type=spec.model.model_type,
             device=str(spec.device),
@@ -42,6 +44,7 @@ class TorchModelRunner:
             quantization=spec.quantization,
             kv_cache_dtype=str(spec.layout.dtype).removeprefix("torch."),
             vision=vision_of(spec),
+            state_slots=spec.num_state_slots,
         )
         self.processing = spec.model.images  # None: the model takes no images
 
@@ -72,15 +75,22 @@ class TorchModelRunner:
             raise InvariantError("a forward pass while the KV cache sleeps")
         return self._cache
 
+    @property
+    def states(self) -> StateCache | None:
+        """The states of sequences; None while they sleep with the KV cache, and for a model without states."""
+        return self._states
+
     def execute(self, output: SchedulerOutput) -> list[Sampled]:
         """Compute a step: one entry for each scheduled sequence with `samples` or `scores`, in their order."""
-        model, cache = self.model, self.cache
+        model, cache, states = self.model, self.cache, self.states
         with torch.inference_mode():
             cache.copy_blocks(output.copies)
+            if states is not None:
+                states.copy(output.state_copies)
             if output.encode:
                 encode_tiles(output.encode, self._vision_model)
             batch = make_batch(output, self._spec.layout.block_size, model.device)
-            hidden = model.forward(batch, self._spec.kernels.attention(batch, cache))
+            hidden = model.forward(batch, self._spec.kernels.attention(batch, cache), states)
             num_samples = len(batch.sample_rows)
             logits = model.logits(hidden[:num_samples])
             sampled = sample_all(logits, output.scheduled)
@@ -105,7 +115,7 @@ class TorchModelRunner:
 
     def sleep(self) -> None:
         """Give memory back to the system; weights that are in host memory anyway stay where they are."""
-        self._cache = None
+        self._cache = self._states = None
         self._weights.keep()
         give_back(self._spec.device)
 
@@ -131,10 +141,10 @@ class TorchModelRunner:
 
     def _take(self, tags: frozenset[Tag]) -> None:
         """All of them, or, with an exception, none: the weights come last, and wake entirely or not."""
-        cache = self._spec.allocate_cache() if Tag.KV_CACHE in tags else self._cache
+        caches = self._spec.allocate_caches() if Tag.KV_CACHE in tags else (self._cache, self._states)
         if Tag.WEIGHTS in tags:
             self._weights.wake()
-        self._cache = cache
+        self._cache, self._states = caches
 
 
 def vision_of(spec: ModelSpec) -> Vision | None:

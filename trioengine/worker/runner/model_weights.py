@@ -26,8 +26,9 @@ from trioengine.core.errors import InvariantError, ModelError
 from trioengine.hub.model_config import ModelConfig, TextConfig
 from trioengine.worker.kernels import Kernels
 from trioengine.worker.kernels.compiler import CompilerMissing, KernelsUnavailable
-from trioengine.worker.kernels.kv_cache import KVCache, KVLayout, count_blocks
+from trioengine.worker.kernels.kv_cache import KVCache, KVLayout, size_caches
 from trioengine.worker.kernels.native_kernels import NativeKernels
+from trioengine.worker.kernels.state_cache import StateCache
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.models import Model, load_model
 from trioengine.worker.runner.linear_choice import LinearChoice
@@ -50,6 +51,7 @@ class ModelSpec:
     dtype: torch.dtype
     max_model_len: int  # tokens; never more than the KV cache holds
     num_blocks: int
+    num_state_slots: int  # 0: the model has no states
     layout: KVLayout
     kernels: Kernels
     linears: LinearChoice
@@ -65,14 +67,15 @@ class ModelSpec:
             _check_pillow(config.model_path, model)
             weights = sum(map(math.prod, model.wanted_tensors().values())) * dtype.itemsize
             layout = _layout_of(config, model.text, dtype)
-            num_blocks = count_blocks(config, layout, model.text.num_layers, device, weights)
+            num_blocks, num_slots = size_caches(config, model.text, layout, dtype, device, weights)
             limits = (model.text.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
             max_model_len = min(limit for limit in limits if limit is not None)
             kernels = choose_kernels(config, model.text, dtype, device, layout.dtype)
             layout = replace(layout, transposes_keys=kernels.transposes_keys)
             linears = LinearChoice(config, kernels)
             quantization = linears.quantization_of(checkpoint)
-            return ModelSpec(model, device, dtype, max_model_len, num_blocks, layout, kernels, linears, quantization)
+            sizes = max_model_len, num_blocks, num_slots
+            return ModelSpec(model, device, dtype, *sizes, layout, kernels, linears, quantization)
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[Checkpoint]:
@@ -87,9 +90,11 @@ class ModelSpec:
                 raise ModelError(f"{path} has {context}, and {self.max_model_len} are in use")
             yield checkpoint
 
-    def allocate_cache(self) -> KVCache:
-        """The KV cache; ModelError where the memory cannot be had."""
-        return KVCache(self.layout, self.num_blocks, self.model.text.num_layers, self.device)
+    def allocate_caches(self) -> tuple[KVCache, StateCache | None]:
+        """The KV cache, and that of states, if the model has any; ModelError where the memory cannot be had."""
+        shapes = self.model.text.state_shapes
+        states = StateCache(shapes, self.num_state_slots, self.dtype, self.device) if shapes else None
+        return KVCache(self.layout, self.num_blocks, self.model.text.num_kv_layers, self.device), states
 
 
 def choose_device(name: str) -> torch.device:
