@@ -50,8 +50,8 @@ def load(path, dtype="float32", on_progress=lambda done, total: None, **config):
 
 
 def spoil(cache):
-    """Fill a KV cache with numbers that a step must not read: nan, or integers whose scale is nan."""
-    for tensor in (*cache.layers, *cache.scales):
+    """Fill a cache, of KV or of states, with what a step must not read: nan, or integers whose scale is nan."""
+    for tensor in (*cache.layers, *getattr(cache, "scales", ())):
         tensor.fill_(math.nan if tensor.is_floating_point() else 77)
 
 

@@ -20,6 +20,7 @@ from replay_mutants import REPLAY_MUTANTS
 from resume_mutants import RESUME_MUTANTS
 from server_mutants import SERVER_MUTANTS
 from session_mutants import SESSION_MUTANTS
+from state_mutants import STATE_MUTANTS
 from text_mutants import TEXT_MUTANTS
 from tool_mutants import TOOL_MUTANTS
 from worker_mutants import WORKER_MUTANTS
@@ -35,6 +36,7 @@ _AROUND_IT = (
     *LINK_MUTANTS,
     *IMAGE_MUTANTS,
     *WORKER_MUTANTS,
+    *STATE_MUTANTS,
     *SERVER_MUTANTS,
     *RESUME_MUTANTS,
     *TEXT_MUTANTS,

@@ -35,6 +35,7 @@ IN_GGUF = {  # variants, with the keys of GGUF metadata that config.json has in 
         "rope.scaling.original_context_length": 64,
         "rope.scaling.attn_factor": 1.1547005,
     },
+    "lfm2": {"shortconv.l_cache": 3},
     "gemma3": {"attention.sliding_window": 20},
 }
 
@@ -114,6 +115,8 @@ def write_gguf(path, variant, metadata):
     """The variant as llama.cpp's conversion writes it; the gguf package has the names of tensors."""
     config = tiny_decoders.config(variant)
     name = config["model_type"].removesuffix("_text")
+    if name == "lfm2":
+        config["num_key_value_heads"] = [2 * (layer in config["full_attn_idxs"]) for layer in range(6)]
     writer = new_writer(path, name, config)
     for key, value in metadata.items():
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
@@ -126,6 +129,8 @@ def write_gguf(path, variant, metadata):
             array = permuted(array, config["num_attention_heads" if "q_proj" in hf_name else "num_key_value_heads"])
         if name == "gemma3" and hf_name.endswith("norm.weight"):
             array = array + 1
+        if hf_name.endswith("conv.conv.weight"):
+            array = array.squeeze(1)
         writer.add_tensor(names.get_name(hf_name, (".weight", ".bias")), np.ascontiguousarray(array))
     if variant == "phi3-long":
         writer.add_tensor("rope_factors_long.weight", np.array(tiny_decoders.LONG, dtype=np.float32))

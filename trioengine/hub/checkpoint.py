@@ -16,7 +16,7 @@ from __future__ import annotations
 import mmap
 import pkgutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
@@ -76,7 +76,7 @@ def read_gguf(buffer: memoryview, path: Path, *, arrays: Container[str] = ()) ->
         raise ModelError(f"{path}: split.count: a model split into several files is not supported: merge them first")
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
     config = architecture.config(header.metadata, shapes, path)
-    tensors = _renamed(architecture, header.tensors, path)
+    tensors = _in_hf_shapes(_renamed(architecture, header.tensors, path), config.wanted_tensors())
     _check_tensors(path, config, {name: tensor.shape for name, tensor in tensors.items()})
     heads = {name: architecture.interleaved_heads(name, config) for name in tensors}
     interleaved = {name: count for name, count in heads.items() if count is not None}
@@ -173,6 +173,16 @@ def _renamed(architecture: GGUFArchitecture, tensors: tuple[GGUFTensor, ...], pa
             raise ModelError(f"{path}: tensors {brief(renamed[name].name)} and {brief(tensor.name)} are the same one")
         renamed[name] = tensor
     return renamed
+
+
+def _in_hf_shapes(tensors: Mapping[str, GGUFTensor], wanted: Mapping[str, Shape]) -> dict[str, GGUFTensor]:
+    """Put dimensions of size 1 back, which llama.cpp leaves out."""
+    shaped: dict[str, GGUFTensor] = {}
+    for name, tensor in tensors.items():
+        shape = wanted.get(name, tensor.shape)
+        is_same = [size for size in shape if size > 1] == [size for size in tensor.shape if size > 1]
+        shaped[name] = replace(tensor, shape=shape) if is_same else tensor
+    return shaped
 
 
 # ---- directories --------------------------------------------------------------------------------------------------

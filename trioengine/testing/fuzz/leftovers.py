@@ -33,6 +33,7 @@ KEPT = frozenset(  # by the attributes that lead to them
         *("worker._scheduler.blocks._free", "worker._scheduler.blocks._ref_counts"),
         # the prefix cache and the encoder cache
         *(f"worker._scheduler.blocks.{name}" for name in ("_cached", "_contents", "_by_digest", "_by_branch")),
+        *(f"worker._scheduler.blocks.states.{name}" for name in ("_free", "_kept")),
         *(f"worker._scheduler._waiters.pictures.{name}" for name in ("_pictures", "_unused")),
     }
 )

@@ -1,4 +1,4 @@
-"""The states of sequences: what layers without attention carry from token to token."""
+"""The states of sequences, which layers without attention carry from token to token."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Slots for the states of sequences, in models whose layers carry more than keys and values from token to token.
 
 A slot is *held* by a running sequence, or by a step that saves a state in it; *kept* with the state behind the last
-token of a block of the prefix cache; or *free*. Slot 0 is none of these: rows that only pad a step write to it. So
+token of a block of the prefix cache; or *free*. Slot 0 is apart: rows that only pad a step write to it. So
 `num_free + num_kept + num_held + 1 == num_slots`, always.
 """
 
