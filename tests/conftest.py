@@ -1,4 +1,4 @@
-"""The real model that tests may use, and how Hypothesis searches: the same examples every time, however slow."""
+"""The real models that tests may use, and how Hypothesis searches: the same examples every time, however slow."""
 
 import inspect
 import os
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from trioengine.core.errors import ModelError
-from trioengine.hub.pull import resolve
+from trioengine.hub.pull import pull
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # other processes need the cores while a thread waits for another one
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -38,18 +38,29 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=slow)
 
 
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """SmolLM2-135M-Instruct's GGUF file, fetched once into the user's cache.
+def fetched(name: str) -> Path:
+    """A known model's file, fetched once into the user's cache.
 
-    Where it cannot be had, the test is skipped, or fails if the environment says CI=true.
+    Where it cannot be had, the test is skipped, or fails if the environment has CI=true.
     """
     try:
-        return resolve("smollm2-135m-instruct")
+        return pull(name)
     except ModelError as exc:
         if os.environ.get("CI") == "true":
             raise
         pytest.skip(str(exc))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct's GGUF file."""
+    return fetched("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    """Gemma 3 270M's GGUF file."""
+    return fetched("gemma3-270m")
 
 
 @pytest.fixture(scope="session", params=["cpu", "cuda"])

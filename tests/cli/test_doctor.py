@@ -24,7 +24,7 @@ from trioengine.cli.doctor import (
     run_checks,
     warning,
 )
-from trioengine.hub.known_models import SMOLLM2
+from trioengine.hub.known_models import GEMMA3, SMOLLM2, KnownModel, Part
 from trioengine.worker.__main__ import MARK
 
 GIB = 1 << 30
@@ -140,19 +140,33 @@ def test_a_model_that_is_damaged(home):
     assert messages(result) == [(Severity.FATAL, f"{path} is damaged: its checksum is wrong")]
 
 
-def test_a_model_that_is_whole(home, monkeypatch):
-    path = home / SMOLLM2.location
+def test_another_model_that_is_damaged(home):
+    path = home / GEMMA3.location
     path.parent.mkdir(parents=True)
     path.write_bytes(b"x")
+    _, problem = check_models().problems  # the first one is that the default model is not there yet
+    assert (problem.severity, problem.message) == (Severity.WARNING, f"{path} is damaged: its checksum is wrong")
+    assert problem.remedy == f"rm {path}; trioengine pull gemma3-270m"
 
-    class Digest:
-        update = hashlib.sha256().update
 
-        def hexdigest(self):
-            return SMOLLM2.sha256
+def part_of(content):
+    return Part("tiny", "1", 9, "tiny", len(content), hashlib.sha256(content).hexdigest())
 
-    monkeypatch.setattr(doctor.hashlib, "sha256", Digest)
-    assert check_models().problems == ()
+
+@pytest.mark.parametrize(
+    ("content", "is_whole"),
+    [(b"abcde", True), (b"deabc", False), (b"abcd", False), (b"abc", False), (b"abcdef", False), (b"", False)],
+)
+def test_a_model_of_two_parts(home, monkeypatch, content, is_whole):
+    tiny = KnownModel("tiny", "tiny/tiny.gguf", (part_of(b"abc"), part_of(b"de")), "MIT")
+    monkeypatch.setattr(doctor, "SMOLLM2", tiny)
+    monkeypatch.setattr(doctor, "KNOWN_MODELS", {tiny.name: tiny})
+    path = home / tiny.location
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    result = check_models()
+    assert result.facts["models"] == {"tiny": {"path": str(path), "size_bytes": len(content), "sha256_ok": is_whole}}
+    assert messages(result) == [(Severity.FATAL, f"{path} is damaged: its checksum is wrong")][: not is_whole]
 
 
 def test_no_place_for_a_model(home, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 
 from trioengine import __version__
 from trioengine.cli.app import run
+from trioengine.hub.known_models import KNOWN_MODELS
 
 
 def test_version_and_help(capsys):
@@ -39,6 +40,14 @@ def test_the_help_shows_choices(capsys):
     for metavar in ("--kernels <auto|native|torch>", "--on-worker-loss <resume|fail>", "--api-key <str>"):
         assert metavar in shown
     assert "list[" not in shown
+
+
+@pytest.mark.parametrize("command", [["pull"], ["serve"], ["generate"]])
+def test_the_help_lists_the_known_models(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "400")  # lines also break at hyphens
+    assert run([*command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert [name for name in KNOWN_MODELS if name not in shown] == []
 
 
 def test_help_loads_neither_trio_nor_torch():

@@ -38,10 +38,10 @@ TEXTS = [
 ]
 
 
-def greedy(model, prompt: list[int]) -> dict:
+def greedy(model, prompt: list[int], output_tokens: int = OUTPUT_TOKENS) -> dict:
     """The greedy continuation, and the smallest gap between the best two logits on the way."""
     ids, cache, output, gaps = torch.tensor([prompt]), None, [], []
-    for _ in range(OUTPUT_TOKENS):
+    for _ in range(output_tokens):
         result = model(ids, past_key_values=cache, use_cache=True)
         cache, logits = result.past_key_values, result.logits[0, -1]
         best = logits.topk(2).values

@@ -5,17 +5,30 @@ from pathlib import Path
 
 from trioengine.core.gguf import MAX_DECODED, MAX_TENSORS, TensorType
 from trioengine.hub.checkpoint import GGUF_ARCHITECTURES, HF_ARCHITECTURES
+from trioengine.hub.known_models import KNOWN_MODELS
 from trioengine.hub.llama_config import MAX_PADDING
 from trioengine.hub.model_config import MAX_JSON, MAX_VALUES
 from trioengine.hub.model_info import MAX_TOKENIZER
 from trioengine.hub.safetensors import MAX_HEADER
 from trioengine.text.gguf_tokenizer import SPLITTINGS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "models.md").read_text()
+README = (ROOT / "README.md").read_text()
 
 
 def row(title):
     return re.search(rf"^\| {title} \|(.*)\|$", PAGE, re.MULTILINE).group(1)
+
+
+def test_the_known_models():
+    assert re.findall(r"^\| `([\w-]+)` \|.*MB", PAGE, re.MULTILINE) == list(KNOWN_MODELS)
+    for known in KNOWN_MODELS.values():
+        _, download, packages, terms = row(f"`{known.name}`").split("|")
+        assert download == f" {known.download_size / 1e6:.0f} MB "
+        assert packages.split()[0] == f"`{known.parts[0].package}`"
+        assert known.license in terms
+        assert f"* `{known.name}`" in README
 
 
 def test_the_types_and_architectures():

@@ -10,10 +10,11 @@ import torch
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.sampling_params import ResolvedParams
+from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.compiler import find_compiler
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
-from trioengine.worker.scheduling.sequence import Limits, Sequence
+from trioengine.worker.scheduling.sequence import Limits, ScheduledSequence, SchedulerOutput, Sequence
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -53,6 +54,18 @@ def spoil(cache):
     """Fill a cache, of KV or of states, with what a step must not read: nan, or integers whose scale is nan."""
     for tensor in (*cache.layers, *getattr(cache, "scales", ())):
         tensor.fill_(math.nan if tensor.is_floating_point() else 77)
+
+
+def logprobs_after(runner, tokens):
+    """The log-probabilities of the token after these, by token id; the cache's first blocks are overwritten."""
+    blocks = [*range(-(-len(tokens) // runner.info.block_size))]
+    params = ResolvedParams(temperature=0.0, seed=0)
+    sequence = Sequence(0, 0, list(tokens), len(tokens), params, frozenset(), block_table=blocks)
+    output = SchedulerOutput((ScheduledSequence(sequence, len(tokens)),))
+    batch = make_batch(output, runner.info.block_size, runner.model.device)
+    with torch.inference_mode():
+        hidden = runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache))
+        return runner.model.logits(hidden)[0].float().log_softmax(dim=-1)
 
 
 def generate(runner, prompts, max_tokens, params=None, **limits):

@@ -10,8 +10,8 @@ import pytest
 
 from trioengine.core.errors import ModelError
 from trioengine.hub.checkpoint import GGUF_ARCHITECTURES
-from trioengine.hub.known_models import SMOLLM2
-from trioengine.hub.model_info import ModelFormat, ModelInfo, read_model
+from trioengine.hub.known_models import GEMMA3, SMOLLM2
+from trioengine.hub.model_info import ModelFormat, ModelInfo, read_model, with_chat_template
 
 
 def test_smollm2(smollm2):
@@ -116,6 +116,47 @@ def test_a_gguf_file(tmp_path):
 
 def test_a_model_without_a_chat_template(tmp_path):
     assert gguf_model(tmp_path, {"tokenizer.chat_template": None}).chat_template is None
+
+
+@pytest.fixture
+def pulled(tmp_path, monkeypatch):
+    """Write a file to the place where the file of Gemma 3 270M is after a pull."""
+    monkeypatch.setenv("TRIOENGINE_HOME", str(tmp_path))
+    path = tmp_path / GEMMA3.location
+    path.parent.mkdir()
+    return lambda changes: write_gguf(path, changes)
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+QUESTION = {"role": "user", "content": " Hi\n"}
+ANSWER = {"role": "assistant", "content": " Hello "}
+RESULT = {"role": "tool", "content": "42"}
+ASKED, BRIEFLY = "<start_of_turn>user\nHi<end_of_turn>\n", "<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n"
+ANSWERED, BEGUN = "<start_of_turn>model\nHello<end_of_turn>\n", "<start_of_turn>model\n"
+
+
+@pytest.mark.parametrize(
+    ("messages", "turns"),
+    [
+        ([QUESTION], ASKED),
+        ([SYSTEM, QUESTION], BRIEFLY),
+        ([SYSTEM, QUESTION, ANSWER, QUESTION], BRIEFLY + ANSWERED + ASKED),
+        ([QUESTION, ANSWER, RESULT], ASKED + ANSWERED + "<start_of_turn>user\n42<end_of_turn>\n"),
+    ],
+)
+def test_gemmas_turns_are_the_chat_template_of_a_pulled_file_without_one(pulled, messages, turns):
+    template = read_model(pulled({"tokenizer.chat_template": None})).chat_template
+    closed = f"{TOKENS[METADATA['tokenizer.ggml.bos_token_id']]}{turns}"
+    assert template.render(messages, add_generation_prompt=False) == closed
+    assert template.render(messages, add_generation_prompt=True) == closed + BEGUN
+
+
+def test_other_chat_templates_are_preferred_to_that_of_a_known_model(pulled, tmp_path):
+    own = read_model(pulled({}))
+    assert own.chat_template.source == METADATA["tokenizer.chat_template"]
+    (tmp_path / "given.jinja").write_text("given {{ messages[0].content }}")
+    given = with_chat_template(read_model(pulled({"tokenizer.chat_template": None})), tmp_path / "given.jinja")
+    assert given.chat_template.source == "given {{ messages[0].content }}"
 
 
 def test_a_vocabulary_padded_in_the_embedding(tmp_path):

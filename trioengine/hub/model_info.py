@@ -25,7 +25,7 @@ from trioengine.core.wording import excerpt
 from trioengine.hub.checkpoint import GGUFModelHeader, map_file, read_gguf, read_safetensors
 from trioengine.hub.generation_config import GENERATION_CONFIG
 from trioengine.hub.model_config import Fields, read_file, read_json, read_text
-from trioengine.hub.pull import name_of
+from trioengine.hub.pull import known_model
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.gguf_tokenizer import CONTROL, GGUF_ARRAYS
 from trioengine.text.tokenizer import Tokenizer
@@ -64,19 +64,20 @@ class ModelInfo:
 
 
 def read_model(path: Path) -> ModelInfo:
-    """Read a .gguf file, or a directory in Hugging Face's layout; blocks for less than a second.
+    """Read a .gguf file, or a directory in Hugging Face's layout; blocks for a second, or for some with 262,144 tokens.
 
     Raises ModelError, naming the file and the field, also for a truncated or inconsistent file of weights; the error of
     a pulled file also names the remedy.
     """
     if path.is_dir():
         return _read_directory(path)
+    known = known_model(path)
     try:
-        return _read_gguf_file(path)
+        return _read_gguf_file(path, None if known is None else known.chat_template)
     except ModelError as exc:
-        if (name := name_of(path)) is None:
+        if known is None:
             raise
-        raise ModelError(f"{exc}; remove it and run `trioengine pull {name}`") from exc
+        raise ModelError(f"{exc}; remove it and run `trioengine pull {known.name}`") from exc
 
 
 def with_chat_template(model: ModelInfo, path: Path) -> ModelInfo:
@@ -198,7 +199,7 @@ def _configured_template(config: Fields) -> str | None:
 # ---- GGUF files ---------------------------------------------------------------------------------------------------
 
 
-def _read_gguf_file(path: Path) -> ModelInfo:
+def _read_gguf_file(path: Path, default_template: str | None) -> ModelInfo:
     # Not closed explicitly: the last reference to the mapping unmaps it, and a traceback may hold one.
     header = read_gguf(memoryview(map_file(path)), path, arrays=GGUF_ARRAYS)
     with _naming(path):
@@ -210,7 +211,7 @@ def _read_gguf_file(path: Path) -> ModelInfo:
             context_length=header.config.max_position_embeddings,
             vocab_size=header.config.vocab_size,
             eos_token_ids=metadata.eos_token_ids(),
-            chat_template=metadata.chat_template(),
+            chat_template=metadata.chat_template(default_template),
             tokenizer=metadata.tokenizer,
             bos_token=metadata.token("bos"),
             eos_token=metadata.token("eos"),
@@ -235,8 +236,9 @@ class _Metadata:
         usual = [control[token] for token in END_TOKENS if token in control and control[token] != unknown]
         return tuple(dict.fromkeys(id for id in (*named, *usual) if id is not None))
 
-    def chat_template(self) -> ChatTemplate | None:
+    def chat_template(self, default: str | None) -> ChatTemplate | None:
         source = self._fields.get("tokenizer.chat_template")
+        source = default if source is None else source
         if source is None:
             return None
         if not isinstance(source, str):

