@@ -2,7 +2,7 @@
 
 They are tiny_reference.json, of Llama and Qwen2, and decoders_reference.json, of the other architectures. Needs torch,
 safetensors, trioengine, and transformers, which is no test dependency.
-Usage: python make_tiny_reference.py
+Usage: python make_tiny_reference.py [VARIANT …]: writes the variants that are missing, and these again.
 """
 
 import json
@@ -40,11 +40,16 @@ def answer(path: Path) -> dict[str, object]:
 
 
 def main() -> None:
+    again = set(sys.argv[1:])
     for name, module in (("tiny_reference.json", tiny_llama), ("decoders_reference.json", tiny_decoders)):
+        path = Path(__file__).with_name(name)
+        known = {variant: case for variant, case in json.loads(path.read_text()).items() if variant not in again}
         with tempfile.TemporaryDirectory() as directory, torch.inference_mode():
-            answers = {variant: answer(module.write(Path(directory) / variant, variant)) for variant in module.VARIANTS}
-        lines = ",\n".join(f"{json.dumps(variant)}: {json.dumps(case)}" for variant, case in answers.items())
-        Path(__file__).with_name(name).write_text("{\n" + lines + "\n}\n")
+            for variant in module.VARIANTS:
+                if variant not in known:
+                    known[variant] = answer(module.write(Path(directory) / variant, variant))
+        lines = ",\n".join(f"{json.dumps(variant)}: {json.dumps(known[variant])}" for variant in module.VARIANTS)
+        path.write_text("{\n" + lines + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -134,6 +134,18 @@ def test_slots_that_have_no_sequence_are_not_read(kernels, dtype):
     assert torch.equal(step.run(kernels), clean.run(kernels))
 
 
+def test_rows_of_padding_reach_no_other_slot(kernels, dtype):
+    """As a captured graph has them: sequences of one token, all with the padding's slot, of numbers that are not finite."""
+    step, padded = (Step([4, 1, 30, 1, 1, 1], 48, 3, dtype) for _ in range(2))
+    padded.inputs[35:] = torch.nan
+    padded.states[PADDING_SLOT] = torch.inf
+    padded.slots[3:] = PADDING_SLOT
+    padded_results, results = padded.run(kernels), step.run(kernels)
+    assert torch.equal(padded_results[:35], results[:35])
+    others = [slot for slot in range(1, NUM_SLOTS) if slot not in step.slots[3:].tolist()]
+    assert torch.equal(padded.states[others], step.states[others])
+
+
 def test_a_slot_is_cleared_or_gets_a_state_before_a_step(dtype):
     cache = StateCache([(2, 5), (3, 4)], 6, dtype, torch.device("cpu"))
     for layer in cache.layers:
