@@ -7,7 +7,7 @@ from trioengine.core.gguf import MAX_DECODED, MAX_TENSORS, TensorType
 from trioengine.hub.checkpoint import GGUF_ARCHITECTURES, HF_ARCHITECTURES
 from trioengine.hub.known_models import KNOWN_MODELS
 from trioengine.hub.llama_config import MAX_PADDING
-from trioengine.hub.model_config import MAX_JSON, MAX_VALUES
+from trioengine.hub.model_config import MAX_JSON, MAX_MODEL_TENSORS, MAX_VALUES
 from trioengine.hub.model_info import MAX_TOKENIZER
 from trioengine.hub.safetensors import MAX_HEADER
 from trioengine.text.gguf_tokenizer import SPLITTINGS
@@ -48,7 +48,8 @@ def test_the_tokenizers():
 
 def test_the_limits():
     assert row("memory for the metadata of a GGUF file") == f" {MAX_DECODED >> 20} MiB "
-    assert row("tensors of a model") == f" {MAX_TENSORS:,} "
+    assert row("tensors of a model, each expert's counted") == f" {MAX_MODEL_TENSORS:,} "
+    assert row("tensors of a GGUF file, of which one holds all experts of a layer") == f" {MAX_TENSORS:,} "
     assert row("header of a safetensors file") == f" {MAX_HEADER >> 20} MiB, {MAX_VALUES:,} values "
     assert row("a JSON file or chat template") == f" {MAX_JSON >> 20} MiB, {MAX_VALUES:,} values "
     assert row("`tokenizer.json`") == f" {MAX_TOKENIZER >> 20} MiB "

@@ -47,6 +47,24 @@ LFM2 = {
     "block_auto_adjust_ff_dim": False,
     "norm_eps": 1e-5,
     "tie_word_embeddings": True,
+}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 12,
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+OLMOE = {
+    "model_type": "olmoe",
+    "architectures": ["OlmoeForCausalLM"],
+    "hidden_size": 64,  # whole groups of columns, also of an expert: its weights may be of integers
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
     "pad_token_id": 0,
 }
 MAX_MODEL_LEN = {"phi3-short": 180}  # of a text whose frequencies are those of short ones
@@ -89,6 +107,36 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "block_multiple_of": 16,
         "full_attn_idxs": [0, 1, 5],
     },
+    "qwen3-moe": QWEN3_MOE,
+    "qwen3-moe-dense": {  # between layers with experts, whose number is no power of two
+        **QWEN3_MOE,
+        "num_hidden_layers": 5,
+        "num_experts": 11,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+        "attention_bias": True,
+    },
+    "qwen3-moe-first": {  # the first layers have no experts, and a token is given to one of them
+        **QWEN3_MOE,
+        "mlp_only_layers": [0],
+        "num_experts": 5,
+        "num_experts_per_tok": 1,
+        "norm_topk_prob": False,
+        "num_key_value_heads": 6,
+        "use_sliding_window": True,
+        "sliding_window": 30,
+    },
+    "olmoe": OLMOE,
+    "olmoe-groups": {
+        **OLMOE,
+        "num_key_value_heads": 4,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+    },
     "gemma3": GEMMA3,
     "gemma3-scaled": {
         **GEMMA3,
@@ -101,14 +149,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def config(variant: str) -> dict[str, Any]:
+def config(variant: str, **changes: object) -> dict[str, Any]:
     """The content of config.json."""
-    return BASE | VARIANTS[variant]
+    return BASE | VARIANTS[variant] | changes
 
 
-def tensors(variant: str, seed: int = 0) -> dict[str, torch.Tensor]:
+def tensors(variant: str, seed: int = 0, **changes: object) -> dict[str, torch.Tensor]:
     """Every tensor of the model, by its Hugging Face name, in float32."""
-    fields = config(variant)
+    fields = config(variant, **changes)
     wanted = HF_ARCHITECTURES[fields["model_type"]](Fields(Path("config.json"), fields), 1000).wanted_tensors()
     weights = RandomTensors(seed)
     for name, shape in wanted.items():
@@ -120,6 +168,6 @@ def tensors(variant: str, seed: int = 0) -> dict[str, torch.Tensor]:
     return weights.by_name
 
 
-def write(path: Path, variant: str, seed: int = 0) -> Path:
+def write(path: Path, variant: str, seed: int = 0, **changes: object) -> Path:
     """A Hugging Face directory of the variant."""
-    return write_checkpoint(path, {"config.json": config(variant)}, tensors(variant, seed))
+    return write_checkpoint(path, {"config.json": config(variant, **changes)}, tensors(variant, seed, **changes))

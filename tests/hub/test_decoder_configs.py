@@ -49,6 +49,9 @@ def read(model_type, **fields):
         ("smollm3", {**WINDOWS, "no_rope_layers": [1, 0, 1, 0, 0]}, (None, 24, None, 24)),
         ("phi3", {}, (None,) * 4),
         ("phi3", {"sliding_window": 7}, (7,) * 4),
+        ("qwen3_moe", {"sliding_window": 9}, (None,) * 4),
+        ("qwen3_moe", {"use_sliding_window": True}, (4096,) * 4),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": None}, (None,) * 4),
         ("gemma3_text", {"sliding_window_pattern": 2}, (4096, None, 4096, None)),
         ("gemma3_text", {"sliding_window": 5}, (5,) * 4),  # the sixth layer sees all
         ("gemma3_text", {"layer_types": [FULL] * 4}, (None,) * 4),
@@ -70,13 +73,55 @@ def test_the_layers_that_rotate(fields, rotates):
     assert read("smollm3", **fields).rotates == rotates
 
 
+@pytest.mark.parametrize(
+    ("fields", "has_experts"),
+    [
+        ({}, (True,) * 4),
+        ({"mlp_only_layers": None}, (True,) * 4),
+        ({"decoder_sparse_step": 2}, (False, True, False, True)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 3, 9]}, (False, True, False, False)),
+        ({"decoder_sparse_step": 5}, (False,) * 4),
+    ],
+)
+def test_the_layers_with_experts(fields, has_experts):
+    config = read("qwen3_moe", num_experts=3, num_experts_per_tok=2, **fields)
+    assert config.has_experts == has_experts
+    wanted = config.wanted_tensors()
+    for index, has in enumerate(has_experts):
+        mlp = f"model.layers.{index}.mlp."
+        names = {name.removeprefix(mlp) for name in wanted if name.startswith(mlp)}
+        projections = {f"{name}_proj.weight" for name in ("gate", "up", "down")}
+        of_experts = {f"experts.{expert}.{name}" for expert in range(3) for name in projections}
+        assert names == ({"gate.weight"} | of_experts if has else projections)
+
+
+def test_the_shapes_of_experts():
+    """Of Qwen3-MoE they have a size of their own, of OLMoE the intermediate one."""
+    for model_type, size in (("qwen3_moe", 768), ("olmoe", 48)):
+        wanted = read(model_type, num_experts=9).wanted_tensors()
+        assert wanted["model.layers.1.mlp.gate.weight"] == (9, 32)
+        assert wanted["model.layers.1.mlp.experts.8.up_proj.weight"] == (size, 32)
+        assert wanted["model.layers.1.mlp.experts.8.down_proj.weight"] == (32, size)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "olmoe"])
+def test_the_names_of_the_number_of_experts(model_type):
+    """In published files, and in files of transformers 5."""
+    assert read(model_type, num_experts=9).num_experts == 9
+    assert read(model_type, num_local_experts=9).num_experts == 9
+    assert read(model_type).num_experts == {"qwen3_moe": 128, "olmoe": 64}[model_type]
+
+
 def test_defaults_are_those_of_transformers():
     gemma, smollm, qwen = read("gemma3_text"), read("smollm3"), read("qwen3")
     assert (gemma.head_dim, gemma.query_pre_attn_scalar, gemma.rms_norm_eps) == (256, 256.0, 1e-6)
     assert (gemma.rope_theta, gemma.local_rope_theta, gemma.tie_word_embeddings) == (1e6, 1e4, True)
     assert (smollm.rope_theta, smollm.tie_word_embeddings) == (2e6, True)
     assert (qwen.head_dim, qwen.tie_word_embeddings, qwen.attention_bias) == (128, False, False)
-    assert read("olmo2").rms_norm_eps == read("phi3").rms_norm_eps == 1e-5
+    assert read("olmo2").rms_norm_eps == read("phi3").rms_norm_eps == read("olmoe").rms_norm_eps == 1e-5
+    moe, olmoe = read("qwen3_moe", num_key_value_heads=...), read("olmoe", num_key_value_heads=...)
+    assert (moe.num_kv_heads, moe.head_dim, moe.num_experts_per_tok, moe.norm_topk_prob) == (4, 8, 8, False)
+    assert (olmoe.num_kv_heads, olmoe.num_experts_per_tok, olmoe.norm_topk_prob) == (4, 8, False)
     granite = read("granite")
     assert granite.embedding_multiplier == granite.attention_multiplier == 1.0
     assert granite.residual_multiplier == granite.logits_scaling == 1.0
@@ -148,7 +193,10 @@ def test_longrope(name):
         ("mistral", {"num_key_value_heads": ...}, f"num_key_value_heads {COUNT}, got None"),
         *(
             (kind, {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers must be at most the number of tensors, 1000")
-            for kind in ("qwen2", "qwen3", "mistral", "smollm3", "phi3", "gemma3_text", "granite", "olmo2")
+            for kind in (
+                *("qwen2", "qwen3", "mistral", "smollm3", "phi3", "gemma3_text", "granite", "olmo2"),
+                *("qwen3_moe", "olmoe"),
+            )
         ),
         ("mistral", {"sliding_window": "4096"}, f"sliding_window {COUNT}, got '4096'"),
         ("smollm3", {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers must be at least 4 of 0 and 1, got [1, 2, 1, 1]"),
@@ -221,6 +269,18 @@ def test_longrope(name):
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ("gemma3_text", {"rope_parameters": {FULL: 3}}, "rope_parameters.full_attention must be an object, got 3"),
         ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is not supported"),
+        ("olmoe", {"num_experts": 0}, "num_experts must be an integer from 1"),
+        ("olmoe", {"num_experts": 7}, "num_experts_per_tok must be at most the number of experts, 7, got 8"),
+        ("qwen3_moe", {"num_experts": 1 << 14}, "num_experts must be at most 5461 in 4 layers, got 16384"),
+        ("qwen3_moe", {"num_local_experts": 2**31 - 1}, "num_local_experts must be at most 5461 in 4 layers"),
+        ("qwen3_moe", {"num_experts_per_tok": "8"}, f"num_experts_per_tok {COUNT}, got '8'"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, f"moe_intermediate_size {COUNT}, got 0"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, f"decoder_sparse_step {COUNT}, got 0"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, got 3"),
+        ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers must be a list of layers, got [True]"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": "9"}, f"sliding_window {COUNT}, got '9'"),
     ],
 )
 def test_a_bad_field_is_named(model_type, fields, message):
@@ -261,9 +321,32 @@ def test_the_scale_of_queries_in_gemma():
     assert read_gguf("gemma3", **gemma, block_count=62).query_pre_attn_scalar == 8
 
 
+def test_experts_of_gguf_files():
+    """llama.cpp fixes whether their probabilities are divided by their sum."""
+    counts = {"expert_count": 6, "expert_used_count": 2}
+    qwen = read_gguf("qwen3moe", **counts, expert_feed_forward_length=16)
+    assert (qwen.model_type, qwen.num_experts, qwen.num_experts_per_tok) == ("qwen3_moe", 6, 2)
+    assert (qwen.moe_intermediate_size, qwen.norm_topk_prob, qwen.has_experts) == (16, True, (True,) * 4)
+    olmoe = read_gguf("olmoe", **counts)
+    assert (olmoe.moe_intermediate_size, olmoe.norm_topk_prob) == (48, False)
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [
+        ("qwen3moe", {"expert_count": 6}, f"qwen3moe.expert_feed_forward_length {COUNT}, got None"),
+        ("olmoe", {"expert_count": 6}, f"olmoe.expert_used_count {COUNT}, got None"),
+        (
+            "olmoe",
+            {"expert_count": 6, "expert_used_count": 7},
+            "olmoe.expert_used_count must be at most the number of experts, 6, got 7",
+        ),
+        (
+            "olmoe",
+            {"expert_count": 5462, "expert_used_count": 7},
+            "olmoe.expert_count must be at most 5461 in 4 layers, got 5462",
+        ),
+        ("olmoe", {"attention.clamp_kqv": 8.0}, "olmoe.attention.clamp_kqv is not supported"),
         ("gemma3", {}, f"gemma3.attention.sliding_window {COUNT}, got None"),
         ("granite", {"residual_scale": "x"}, "granite.residual_scale must be a number above 0"),
         (
@@ -279,7 +362,7 @@ def test_the_scale_of_queries_in_gemma():
         ),
         *(
             (kind, {"block_count": 2**31 - 1}, f"{kind}.block_count must be at most the number of tensors, 63")
-            for kind in ("gemma3", "smollm3", "phi3", "qwen3")
+            for kind in ("gemma3", "smollm3", "phi3", "qwen3", "qwen3moe", "olmoe")
         ),
         ("smollm3", {"block_count": "4"}, f"smollm3.block_count {COUNT}, got '4'"),
         ("qwen3", {"rope.dimension_count": 4}, "qwen3.rope.dimension_count must be the size of a head, 8, got 4"),

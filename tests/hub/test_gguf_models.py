@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from trioengine.core.errors import ModelError
-from trioengine.hub.checkpoint import GGUF_ARCHITECTURES
+from trioengine.hub.checkpoint import GGUF_ARCHITECTURES, read_gguf
 from trioengine.hub.known_models import GEMMA3, SMOLLM2
 from trioengine.hub.model_info import ModelFormat, ModelInfo, read_model, with_chat_template
 
@@ -255,6 +255,43 @@ def test_an_embedding_that_does_not_fit_the_vocabulary(tmp_path, rows):
 def test_tensors_that_do_not_fit_the_model(tmp_path, changes, message):
     with pytest.raises(ModelError) as caught:
         gguf_model(tmp_path, tensors=shapes(7) | changes)
+    assert str(caught.value).startswith(f"{tmp_path / 'some.gguf'}: {message}")
+
+
+def with_experts(**changes):
+    """METADATA and tensors of an OLMoE with three experts; changed shapes by the stems of names."""
+    keys = {f"olmoe.{key.removeprefix('llama.')}": value for key, value in METADATA.items() if key.startswith("llama.")}
+    counts = {"general.architecture": "olmoe", "olmoe.expert_count": 3, "olmoe.expert_used_count": 2}
+    dense = {name: shape for name, shape in shapes(7).items() if ".ffn_" not in name or "norm" in name}
+    stacks = {"ffn_gate_exps": (3, 3, 2), "ffn_up_exps": (3, 3, 2), "ffn_down_exps": (3, 2, 3), "ffn_gate_inp": (3, 2)}
+    layer = {"attn_q_norm": (2,), "attn_k_norm": (2,), **stacks, **changes}
+    return keys | counts, dense | {f"blk.0.{name}.weight": shape for name, shape in layer.items()}
+
+
+def test_stacks_of_experts(tmp_path):
+    """Each expert has tensors of its own, which lie in the stack one after the other."""
+    path = write_gguf(tmp_path / "some.gguf", *with_experts())
+    with memoryview(path.read_bytes()) as buffer:
+        tensors = read_gguf(buffer, path).tensors
+    parts = [tensors[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"] for expert in range(3)]
+    assert {(part.name, part.shape, part.nbytes) for part in parts} == {("blk.0.ffn_down_exps.weight", (2, 3), 24)}
+    assert [part.offset - parts[0].offset for part in parts] == [0, 24, 48]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ffn_up_exps": (3, 6)}, "tensor 'blk.0.ffn_up_exps.weight' has 2 dimensions, not 3"),
+        ({"ffn_up_exps": (2, 3, 2)}, "missing tensors: 'model.layers.0.mlp.experts.2.up_proj.weight'"),
+        ({"ffn_up_exps": (4, 3, 2)}, "unexpected tensors: 'model.layers.0.mlp.experts.3.up_proj.weight'"),
+        ({"ffn_up_exps": (1 << 28, 1, 1)}, "the model has more than 65536 tensors"),
+        ({"ffn_gate_up_exps": (3, 6, 2)}, "unexpected tensors: 'blk.0.ffn_gate_up_exps.weight'"),
+        ({"ffn_up_shexp": (3, 2)}, "unexpected tensors: 'blk.0.ffn_up_shexp.weight'"),
+    ],
+)
+def test_stacks_that_do_not_fit_the_model(tmp_path, changes, message):
+    with pytest.raises(ModelError) as caught:
+        gguf_model(tmp_path, *with_experts(**changes))
     assert str(caught.value).startswith(f"{tmp_path / 'some.gguf'}: {message}")
 
 

@@ -110,6 +110,7 @@ LLAMA3_DIGITS = ["HelloWorld", "'s", " ", "123", "45", " /\n", " ", " x"]
         ("gpt-4o", ["Hello", "World's", " ", "123", "45", " /\n", " ", " x"]),
         ("llama-bpe", LLAMA3_DIGITS),
         ("llama-v3", LLAMA3_DIGITS),
+        ("olmo", ["HelloWorld", "'s", " 12345", " /", "\n ", " x"]),
         ("qwen2", ["HelloWorld", "'s", " ", "1", "2", "3", "4", "5", " /\n", " ", " x"]),
         ("refact", GPT2_DIGITS),
         ("smaug-bpe", LLAMA3_DIGITS),

@@ -1,6 +1,7 @@
 """Every architecture beside Llama, on tiny checkpoints: against transformers, in pieces, in a crowd, and from GGUF."""
 
 import random
+import re
 
 import gguf
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from helpers import tiny_decoders
 from helpers.tiny_llama import PROMPT
 from helpers.torch_driver import generate, load, reference
-from test_weights import new_writer, permuted
+from test_weights import new_writer, permuted, stored_as
 
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
@@ -37,6 +38,8 @@ IN_GGUF = {  # variants, with the keys of GGUF metadata that config.json has in 
     },
     "lfm2": {"shortconv.l_cache": 3},
     "gemma3": {"attention.sliding_window": 20},
+    "qwen3-moe": {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 24},
+    "olmoe": {"expert_count": 4, "expert_used_count": 2},
 }
 
 
@@ -111,10 +114,21 @@ def test_bfloat16_runs(tmp_path, variant, options):
 # ---- GGUF files ------------------------------------------------------------------------------------------------------
 
 
-def write_gguf(path, variant, metadata):
-    """The variant as llama.cpp's conversion writes it; the gguf package has the names of tensors."""
+def stacked(tensors):
+    """The tensors, with one for each projection of all experts of a layer."""
+    stacks = {}
+    for name, tensor in tensors.items():
+        stacks.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(tensor)
+    return {name: torch.stack(parts) if "experts" in name else parts[0] for name, parts in stacks.items()}
+
+
+def write_gguf(path, variant, metadata, kind="F32"):
+    """The variant as llama.cpp's conversion writes it, with matrices of this type, but for routers.
+
+    The gguf package has the names of tensors.
+    """
     config = tiny_decoders.config(variant)
-    name = config["model_type"].removesuffix("_text")
+    name = config["model_type"].removesuffix("_text").replace("_moe", "moe")
     if name == "lfm2":
         config["num_key_value_heads"] = [2 * (layer in config["full_attn_idxs"]) for layer in range(6)]
     writer = new_writer(path, name, config)
@@ -123,7 +137,7 @@ def write_gguf(path, variant, metadata):
         add(f"{name}.{key}", value)
     architecture = next(key for key, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    for hf_name, tensor in tiny_decoders.tensors(variant).items():
+    for hf_name, tensor in stacked(tiny_decoders.tensors(variant)).items():
         array = tensor.numpy()
         if name in ("granite", "smollm3") and ("q_proj" in hf_name or "k_proj" in hf_name):
             array = permuted(array, config["num_attention_heads" if "q_proj" in hf_name else "num_key_value_heads"])
@@ -131,7 +145,10 @@ def write_gguf(path, variant, metadata):
             array = array + 1
         if hf_name.endswith("conv.conv.weight"):
             array = array.squeeze(1)
-        writer.add_tensor(names.get_name(hf_name, (".weight", ".bias")), np.ascontiguousarray(array))
+        is_plain = array.ndim == 1 or hf_name.endswith("mlp.gate.weight")
+        stored_type = gguf.GGMLQuantizationType["F32" if is_plain else kind]
+        array = stored_as(np.ascontiguousarray(array), stored_type)
+        writer.add_tensor(names.get_name(hf_name, (".weight", ".bias")), array, raw_dtype=stored_type)
     if variant == "phi3-long":
         writer.add_tensor("rope_factors_long.weight", np.array(tiny_decoders.LONG, dtype=np.float32))
         writer.add_tensor("rope_factors_short.weight", np.array(tiny_decoders.SHORT, dtype=np.float32))

@@ -135,7 +135,7 @@ def test_slots_that_have_no_sequence_are_not_read(kernels, dtype):
 
 
 def test_rows_of_padding_reach_no_other_slot(kernels, dtype):
-    """As a captured graph has them: sequences of one token, all with the padding's slot, of numbers that are not finite."""
+    """As in a captured graph: sequences of one token, all with the slot of padding, whose numbers are not finite."""
     step, padded = (Step([4, 1, 30, 1, 1, 1], 48, 3, dtype) for _ in range(2))
     padded.inputs[35:] = torch.nan
     padded.states[PADDING_SLOT] = torch.inf

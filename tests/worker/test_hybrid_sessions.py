@@ -79,7 +79,7 @@ def test_ten_turns_compute_only_their_own_tokens(runner, fresh):
 
 
 def test_a_fork_shares_the_turns_before_it(runner, fresh):
-    """A session that begins with the same turns finds them, and another session after it finds the place of the fork."""
+    """A session that begins with these turns finds them, and those after it find the place of the fork."""
     core, common = Core(runner), turns(1, 4)
     for new in common:
         core.turn(1, new)

@@ -167,8 +167,8 @@ def test_integers_and_other_weights_as_layer_by_layer(tiny_llama, tmp_path, load
     """A hidden size of 48 is no whole number of groups, so that the products of some inputs are of the dtype."""
     path = tiny_llama.write(tmp_path / "plain", "plain", hidden_size=48, intermediate_size=96)
     at_once, layer_by_layer = load_both(path, "float32", "int8")
-    layer = layer_by_layer.model._decoder._weights.layers[0]
-    assert (layer.gate_up.address.bits, layer.down.address.bits) == (0, 8)
+    mlp = layer_by_layer.model._decoder._weights.layers[0].mlp
+    assert (mlp.gate_up.address.bits, mlp.down.address.bits) == (0, 8)
     prompts = [[(7 * i * i + size) % 200 for i in range(size)] for size in (40, 2, 17)]
     assert same(answers(at_once, prompts, [5, 6, 7])[0], answers(layer_by_layer, prompts, [5, 6, 7])[0])
 

@@ -25,10 +25,10 @@ from typing import Any
 
 from trioengine import hub
 from trioengine.core.errors import ModelError
-from trioengine.core.gguf import MAX_TENSORS, GGUFTensor, parse_gguf
+from trioengine.core.gguf import GGUFTensor, parse_gguf
 from trioengine.core.wording import brief
 from trioengine.hub.llama_config import LlamaConfig
-from trioengine.hub.model_config import Fields, ModelConfig, Shape, open_file, read_json
+from trioengine.hub.model_config import MAX_MODEL_TENSORS, STACKED, Fields, ModelConfig, Shape, open_file, read_json
 from trioengine.hub.safetensors import StoredTensor, read_header
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -166,12 +166,18 @@ def _list(names: list[str]) -> str:
 
 
 def _renamed(architecture: GGUFArchitecture, tensors: tuple[GGUFTensor, ...], path: Path) -> dict[str, GGUFTensor]:
+    """Return the tensors by their Hugging Face names; a stack is the tensors that lie in it, one after the other."""
     renamed: dict[str, GGUFTensor] = {}
     for tensor in tensors:
         name = architecture.hf_name(tensor.name)
-        if name in renamed:
-            raise ModelError(f"{path}: tensors {brief(renamed[name].name)} and {brief(tensor.name)} are the same one")
-        renamed[name] = tensor
+        parts = _unstacked(name, tensor, path) if STACKED in name else [(name, tensor)]
+        for part_name, part in parts:
+            if part_name in renamed:
+                same = f"{brief(renamed[part_name].name)} and {brief(tensor.name)}"
+                raise ModelError(f"{path}: tensors {same} are the same one")
+            if len(renamed) == MAX_MODEL_TENSORS:
+                raise ModelError(f"{path}: the model has more than {MAX_MODEL_TENSORS} tensors")
+            renamed[part_name] = part
     return renamed
 
 
@@ -183,6 +189,17 @@ def _in_hf_shapes(tensors: Mapping[str, GGUFTensor], wanted: Mapping[str, Shape]
         is_same = [size for size in shape if size > 1] == [size for size in tensor.shape if size > 1]
         shaped[name] = replace(tensor, shape=shape) if is_same else tensor
     return shaped
+
+
+def _unstacked(name: str, tensor: GGUFTensor, path: Path) -> Iterator[tuple[str, GGUFTensor]]:
+    """Yield the matrices of a stack [count, rows, columns]. Raises ModelError for another rank."""
+    if len(tensor.shape) != 3:
+        raise ModelError(f"{path}: tensor {brief(tensor.name)} has {len(tensor.shape)} dimensions, not 3")
+    count, shape = tensor.shape[0], tensor.shape[1:]
+    nbytes = tensor.nbytes // count
+    for index in range(count):
+        offset = tensor.offset + index * nbytes
+        yield name.replace(STACKED, str(index)), GGUFTensor(tensor.name, shape, tensor.type, offset, nbytes)
 
 
 # ---- directories --------------------------------------------------------------------------------------------------
@@ -210,8 +227,8 @@ def _check_tensor(name: str, tensor: StoredTensor, others: dict[str, StoredTenso
         raise ModelError(f"{tensor.file}: tensor {brief(name)} has the dtype {tensor.dtype}; supported: {supported}")
     if name in others:
         raise ModelError(f"{tensor.file}: tensor {brief(name)} is also in {brief(others[name].file.name)}")
-    if len(others) == MAX_TENSORS:
-        raise ModelError(f"{tensor.file}: the model has more than {MAX_TENSORS} tensors")
+    if len(others) == MAX_MODEL_TENSORS:
+        raise ModelError(f"{tensor.file}: the model has more than {MAX_MODEL_TENSORS} tensors")
 
 
 def _weight_map(directory: Path, index: Fields) -> dict[str, str]:

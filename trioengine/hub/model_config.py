@@ -19,6 +19,8 @@ from trioengine.core.wording import brief
 
 Shape: TypeAlias = tuple[int, ...]  # rows first
 
+STACKED = "{stacked}"  # in the name of a GGUF tensor whose first dimension numbers tensors of their own
+MAX_MODEL_TENSORS = 1 << 16  # with each expert's; the largest Qwen3-MoE has 36,945
 _LEAST = 2.0**-126  # of float32's normal numbers
 MAX_JSON = 6 << 20  # bytes
 MAX_VALUES = 1 << 18  # in a JSON text, counted by its separators; at most about 110 bytes of memory each

@@ -28,9 +28,15 @@ class Olmo2Config(LlamaConfig):
     def layer_tensors(self) -> dict[str, Shape]:
         tensors = LlamaConfig.layer_tensors(self)
         tensors["post_feedforward_layernorm.weight"] = tensors.pop("input_layernorm.weight")
-        tensors["self_attn.q_norm.weight"] = (self.num_heads * self.head_dim,)
-        tensors["self_attn.k_norm.weight"] = (self.num_kv_heads * self.head_dim,)
-        return tensors
+        return tensors | all_head_norms(self)
+
+
+def all_head_norms(config: LlamaConfig) -> dict[str, Shape]:
+    """Return the shapes of the norms of all queries together, and of all keys."""
+    return {
+        "self_attn.q_norm.weight": (config.num_heads * config.head_dim,),
+        "self_attn.k_norm.weight": (config.num_kv_heads * config.head_dim,),
+    }
 
 
 def config_from_hf(fields: Fields, num_tensors: int) -> Olmo2Config:

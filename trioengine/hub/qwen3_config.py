@@ -13,7 +13,7 @@ from trioengine.hub.model_config import Fields, Shape
 from trioengine.hub.qwen2_config import qwen_windows
 
 MODEL_TYPES = ("qwen3",)
-_LAYER_NAMES = {**LAYER_NAMES, "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+HEAD_NORM_NAMES = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}  # in GGUF files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +21,12 @@ class Qwen3Config(LlamaConfig):
     """The shape of a Qwen3 model."""
 
     def layer_tensors(self) -> dict[str, Shape]:
-        head = (self.head_dim,)
-        norms: dict[str, Shape] = {"self_attn.q_norm.weight": head, "self_attn.k_norm.weight": head}
-        return LlamaConfig.layer_tensors(self) | norms
+        return LlamaConfig.layer_tensors(self) | head_norms(self.head_dim)
+
+
+def head_norms(head_dim: int) -> dict[str, Shape]:
+    """Return the shapes of the norms of each head of queries and keys."""
+    return {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
 
 
 def config_from_hf(fields: Fields, num_tensors: int) -> Qwen3Config:
@@ -40,4 +43,4 @@ def config_from_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, Shape], p
 
 def hf_name(name: str) -> str:
     """Return the Hugging Face name of a GGUF tensor."""
-    return llama_config.hf_name(name, _LAYER_NAMES)
+    return llama_config.hf_name(name, LAYER_NAMES | HEAD_NORM_NAMES)

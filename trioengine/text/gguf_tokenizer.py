@@ -227,6 +227,7 @@ SPLITTINGS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "gpt-4o": lambda: _by_regex(_GPT4O),
     "llama-bpe": lambda: _by_regex(_LLAMA3),
     "llama-v3": lambda: _by_regex(_LLAMA3),
+    "olmo": _gpt2,
     "qwen2": lambda: _by_regex(_QWEN2),
     "refact": _smollm,
     "smaug-bpe": lambda: _by_regex(_LLAMA3),

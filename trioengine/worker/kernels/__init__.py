@@ -82,16 +82,33 @@ class Activation(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """`down(activation(gate(x)) * up(x))` (arXiv 2002.05202)."""
+
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """MLPs of which a router chooses some for each token; their results are added, by weights (Kernels.route)."""
+
+    router: Linear  # one score for each MLP
+    mlps: Sequence[GatedMLP]
+    num_chosen: int  # for a token
+    normalizes: bool  # whether the weights of a token add up to 1
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The weights of one layer: attention or a convolution, and an MLP with gates.
+    """The weights of one layer: attention or a convolution, and an MLP or experts.
 
     Projections that share their input are one.
     """
 
     qkv: Linear  # queries, keys and values; of a convolution `b, c, x`
     output: Linear
-    gate_up: Linear
-    down: Linear
+    mlp: GatedMLP | Experts
     attention_norm: RMSNorm | None  # of the hidden states that attention gets
     mlp_norm: RMSNorm | None
     attention_output_norm: RMSNorm | None = None  # of the result, before it is added
@@ -199,6 +216,21 @@ class Kernels(Protocol):
         """Compute the convolution, and store the states behind the sequences' tokens.
 
         inputs [num_tokens, 3 * size]; states [num_slots, num_taps - 1, size]; returns [num_tokens, size].
+        """
+        ...
+
+    def route(self, scores: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
+        """The experts with the largest scores, the first of equal ones first, and the softmax of all scores at them.
+
+        scores [num_rows, num_experts], dtype; returns [num_rows, num_chosen], int64, and the same, float32, divided by
+        their sum if `normalizes`. A score that is nan makes all weights of its row nan.
+        """
+        ...
+
+    def mix(self, results: Tensor, weights: Tensor) -> Tensor:
+        """Add up each row's results by their weights, in their order, in float32.
+
+        results [num_rows, num_chosen, size], dtype; weights [num_rows, num_chosen], float32; returns [num_rows, size].
         """
         ...
 

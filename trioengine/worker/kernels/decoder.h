@@ -7,12 +7,13 @@
 
 #include "attention.h"
 #include "convolution.h"
-#include "products.h"
+#include "experts.h"
 
 namespace {
 
 struct Layer {
-    Weight qkv, output, gate_up, down;
+    Weight qkv, output, gate_up, down;  // the last two of a layer without experts
+    Experts experts;
     Norm query_norm, key_norm;
     Rotary rotary;
     int64_t window;                   // tokens that a query sees, itself among them
@@ -50,12 +51,13 @@ struct Scratch {
     float *hidden, *selected;  // [tokens, size]; of the output rows, as the last layer leaves them
     Element *wide;             // queries, keys and values; inputs of a convolution; gates and what they multiply
     Element *narrow;           // the results that are prepared for the next product
+    Routes routes;             // of a decoder with experts
     SegmentSums *sums;         // [num_tiles, kv_heads, segments]; null: each tile's context is read by one thread
     int64_t segments;          // of a tile, at most
     int64_t *times;            // the nanoseconds of each operation in all layers, added up; null: not measured
 };
 
-enum Operation { NORMS, QKV, ATTENTION, CONVOLUTION, OUTPUT, GATE_UP, ACTIVATION, DOWN };
+enum Operation { NORMS, QKV, ATTENTION, CONVOLUTION, OUTPUT, GATE_UP, ACTIVATION, DOWN, ROUTER, ROUTING };
 
 // Each thread has one; the first thread's times count.
 class Watch {
@@ -133,7 +135,65 @@ void activate(int64_t rows, Activation activation, const Weight &next, const Scr
     }
 }
 
-void decode_layers(const Decoder &d, const Step &s, const Scratch &scratch) {
+void multiply(const Layer &layer, int64_t rows, Activation activation, const Scratch &scratch, Element *out,
+              Watch &watch) {
+    product(scratch.inputs, layer.gate_up, rows, scratch.wide);
+    watch.lap(GATE_UP);
+    activate(rows, activation, layer.down, scratch);
+    watch.lap(ACTIVATION);
+    product(scratch.inputs, layer.down, rows, out);
+    watch.lap(DOWN);
+}
+
+// Choose the experts of each row by the scores in `wide`, and prepare the rows of `narrow` at their places.
+void route_rows(const Experts &experts, int64_t rows, Scratch &scratch) {
+    const Routing &routing = experts.routing;
+    Routes &routes = scratch.routes;
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        route_row(scratch.wide + r * routing.experts, routing, routes.chosen + r * routing.chosen,
+                  routes.weights + r * routing.chosen);
+#pragma omp single
+    place_rows(experts, rows, routes);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < rows * routing.chosen; i++) {
+        const Weight &next = experts.gate_up[routes.chosen[i]];
+        prepare_row(scratch.narrow + i / routing.chosen * next.inputs, routes.places[i], next, scratch.inputs);
+    }
+}
+
+void activate_experts(const Experts &experts, int64_t rows, Activation activation, const Scratch &scratch) {
+    const Routes &routes = scratch.routes;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < rows * experts.routing.chosen; i++) {
+        const Weight &next = experts.down[routes.chosen[i]];
+        const int64_t size = next.inputs, place = routes.places[i];
+        gated_row(scratch.wide + place * 2 * size, size, activation, scratch.narrow + place * size);
+        prepare_row(scratch.narrow + place * size, place, next, scratch.inputs);
+    }
+}
+
+// `narrow` has the rows, which are prepared for the router.
+void multiply(const Experts &experts, int64_t rows, Activation activation, Scratch &scratch, Element *out, Watch &watch) {
+    const int64_t chosen = experts.routing.chosen, size = experts.router.inputs;
+    const Routes &routes = scratch.routes;
+    product(scratch.inputs, experts.router, rows, scratch.wide);
+    watch.lap(ROUTER);
+    route_rows(experts, rows, scratch);
+    watch.lap(ROUTING);
+    expert_products(scratch.inputs, experts.gate_up, routes, scratch.wide);
+    watch.lap(GATE_UP);
+    activate_experts(experts, rows, activation, scratch);
+    watch.lap(ACTIVATION);
+    expert_products(scratch.inputs, experts.down, routes, scratch.wide);
+    watch.lap(DOWN);
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        mix_row(scratch.wide, routes.places + r * chosen, routes.weights + r * chosen, chosen, size, out + r * size);
+    watch.lap(ROUTING);
+}
+
+void decode_layers(const Decoder &d, const Step &s, Scratch &scratch) {
     const int64_t size = d.layers[0].qkv.inputs;
     const Inputs &x = scratch.inputs;
     const LayerCache *cache = s.caches;
@@ -158,14 +218,13 @@ void decode_layers(const Decoder &d, const Step &s, const Scratch &scratch) {
         watch.lap(convolves ? CONVOLUTION : ATTENTION);
         product(x, layer.output, rows, s.delta);
         watch.lap(OUTPUT);
-        add_rows(hidden, s.delta, layer.after_attention, rows, size, scratch.narrow, &layer.gate_up, scratch);
+        const Weight &next = layer.experts.are_there() ? layer.experts.router : layer.gate_up;
+        add_rows(hidden, s.delta, layer.after_attention, rows, size, scratch.narrow, &next, scratch);
         watch.lap(NORMS);
-        product(x, layer.gate_up, rows, scratch.wide);
-        watch.lap(GATE_UP);
-        activate(rows, d.activation, layer.down, scratch);
-        watch.lap(ACTIVATION);
-        product(x, layer.down, rows, s.delta);
-        watch.lap(DOWN);
+        if (layer.experts.are_there())
+            multiply(layer.experts, rows, d.activation, scratch, s.delta, watch);
+        else
+            multiply(layer, rows, d.activation, scratch, s.delta, watch);
         Element *out = is_last ? s.out : scratch.narrow;
         add_rows(hidden, s.delta, layer.after_mlp, rows, size, out, is_last ? nullptr : &d.layers[i + 1].qkv, scratch);
         watch.lap(NORMS);

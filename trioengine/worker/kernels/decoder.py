@@ -9,7 +9,15 @@ from torch import Tensor
 
 from trioengine.core.errors import InvariantError
 from trioengine.hub.model_config import TextConfig
-from trioengine.worker.kernels import Attention, DecoderLayer, DecoderWeights, Kernels, Residual
+from trioengine.worker.kernels import (
+    Attention,
+    DecoderLayer,
+    DecoderWeights,
+    Experts,
+    GatedMLP,
+    Kernels,
+    Residual,
+)
 from trioengine.worker.kernels.batch import ForwardBatch, StateRows
 from trioengine.worker.kernels.state_cache import StateCache
 
@@ -35,9 +43,23 @@ class LayerByLayer:
                 mixed = kernels.convolve(mixed, layer.convolution, next(state_layers), state_rows(batch))
             if layer is weights.layers[-1]:  # its other rows are needed for their keys, values and states only
                 hidden, mixed = (rows.index_select(0, batch.output_rows) for rows in (hidden, mixed))
-            gate_up = layer.gate_up(kernels.add(hidden, layer.output(mixed), after_attention))
-            normed = kernels.add(hidden, layer.down(kernels.gated(gate_up, weights.activation)), after_mlp)
+            normed = kernels.add(hidden, layer.output(mixed), after_attention)
+            normed = kernels.add(hidden, self._multiply(layer.mlp, normed), after_mlp)
         return normed
+
+    def _multiply(self, mlp: GatedMLP | Experts, x: Tensor) -> Tensor:
+        if isinstance(mlp, Experts):
+            return self._mix(mlp, x)
+        return mlp.down(self._kernels.gated(mlp.gate_up(x), self._weights.activation))
+
+    def _mix(self, experts: Experts, x: Tensor) -> Tensor:
+        """The rows of each expert are computed together."""
+        chosen, weights = self._kernels.route(experts.router(x), experts.num_chosen, experts.normalizes)
+        results = x.new_empty((*chosen.shape, x.shape[1]))
+        for expert in sorted(set(chosen.flatten().tolist())):
+            places = chosen == expert
+            results[places] = self._multiply(experts.mlps[expert], x[places.any(dim=1)])
+        return self._kernels.mix(results, weights)
 
     def _attend(
         self, index: int, layer: DecoderLayer, qkv: Tensor, batch: ForwardBatch, attention: Attention

@@ -59,6 +59,20 @@ void gated(const Element *gate_up, int64_t rows, int64_t size, Activation activa
     for (int64_t r = 0; r < rows; r++) gated_row(gate_up + r * 2 * size, size, activation, out + r * size);
 }
 
+void route(const Element *scores, int64_t rows, const Routing *routing, int64_t *chosen, float *weights) {
+#pragma omp parallel for schedule(static) if (rows > 1)
+    for (int64_t r = 0; r < rows; r++)
+        route_row(scores + r * routing->experts, *routing, chosen + r * routing->chosen, weights + r * routing->chosen);
+}
+
+// results [rows, chosen, size]; places [rows, chosen]: the numbers from 0 on.
+void mix(const Element *results, const int64_t *places, const float *weights, int64_t rows, int64_t chosen, int64_t size,
+         Element *out) {
+#pragma omp parallel for schedule(static) if (rows > 1)
+    for (int64_t r = 0; r < rows; r++)
+        mix_row(results, places + r * chosen, weights + r * chosen, chosen, size, out + r * size);
+}
+
 // ---- called by products.py ----
 
 // Bytes of a packed weight of the dtype.
@@ -84,7 +98,7 @@ void linear(const Weight *w, const Element *x, int64_t rows, const Inputs *room,
 
 // ---- called by native_decoder.py ----
 
-void decode(const Decoder *d, const Step *s, const Scratch *scratch) {
+void decode(const Decoder *d, const Step *s, Scratch *scratch) {
 #pragma omp parallel
     decode_layers(*d, *s, *scratch);
 }

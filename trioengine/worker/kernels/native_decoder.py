@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trioengine.core.errors import InvariantError
 from trioengine.hub.model_config import TextConfig
-from trioengine.worker.kernels import Attention, DecoderLayer, DecoderWeights, Residual
+from trioengine.worker.kernels import Attention, DecoderLayer, DecoderWeights, GatedMLP, Residual
 from trioengine.worker.kernels.addresses import (
     ACTIVATIONS,
     ConvolutionAddress,
@@ -30,13 +30,17 @@ from trioengine.worker.kernels.addresses import (
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.decoder import state_rows
 from trioengine.worker.kernels.native_attention import NativeAttention
+from trioengine.worker.kernels.native_experts import ExpertsAddress, NativeExperts, RoutesAddress, reserve_routes
 from trioengine.worker.kernels.products import InputsAddress, NativeLinear, Profile, WeightAddress
 from trioengine.worker.kernels.state_cache import StateCache
 
 _MOST_SUMS = 64 << 20  # bytes of the segments' sums
 _UNITS_A_THREAD = 8  # tiles and heads; with fewer, threads share the segments of contexts, lest one waits for another
+_WEIGHTS = ("qkv", "output", "gate_up", "down")
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-OPERATIONS = ("norms", "qkv", "attention", "convolution", "output", "gate_up", "activation", "down")  # as decoder.h's
+_OF_ALL = ("norms", "qkv", "attention", "convolution", "output", "gate_up", "activation", "down")
+_OF_EXPERTS = ("router", "routing")
+OPERATIONS = (*_OF_ALL, *_OF_EXPERTS)  # as decoder.h's
 FUNCTIONS: Mapping[str, tuple[type, ...]] = {"decode": (_ADDRESS, _ADDRESS, _ADDRESS)}
 
 
@@ -46,6 +50,7 @@ class _Layer(ctypes.Structure):
         ("output", WeightAddress),
         ("gate_up", WeightAddress),
         ("down", WeightAddress),
+        ("experts", ExpertsAddress),
         ("query_norm", NormAddress),
         ("key_norm", NormAddress),
         ("rotary", RotaryAddress),
@@ -93,15 +98,49 @@ class _Scratch(ctypes.Structure):
         ("selected", _ADDRESS),
         ("wide", _ADDRESS),
         ("narrow", _ADDRESS),
+        ("routes", RoutesAddress),
         ("sums", _ADDRESS),
         ("segments", _COUNT),
         ("times", _ADDRESS),
     )
 
 
-def _products(layer: DecoderLayer) -> tuple[NativeLinear, ...]:
-    """The products of a layer, in their order."""
-    return tuple(cast("NativeLinear", product) for product in (layer.qkv, layer.output, layer.gate_up, layer.down))
+class _Products:
+    """The products of a layer."""
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        """`layer` has native linear layers only."""
+        products = {"qkv": layer.qkv, "output": layer.output}
+        self.experts: NativeExperts | None = None
+        if isinstance(layer.mlp, GatedMLP):
+            products |= {"gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
+        else:
+            products["router"] = layer.mlp.router
+            self.experts = NativeExperts(layer.mlp)
+        self.of_all = {name: cast("NativeLinear", product) for name, product in products.items()}  # of all rows
+
+    @property
+    def addresses(self) -> tuple[WeightAddress | ExpertsAddress, ...]:
+        """As decoder.h's Layer begins."""
+        weights = (self.of_all[name].address if name in self.of_all else WeightAddress() for name in _WEIGHTS)
+        return *weights, ExpertsAddress() if self.experts is None else self.experts.address
+
+    def computed(self, tokens: int, outputs: int) -> Iterator[tuple[str, NativeLinear, int]]:
+        """The products of the last step, with their names and rows: all tokens' in the first product only."""
+        for name, product in self.of_all.items():
+            yield name, product, tokens if name == "qkv" else outputs
+        if self.experts is not None:
+            for name, products in (("gate_up", self.experts.gate_up), ("down", self.experts.down)):
+                for product, rows in self.experts.loaded(products):
+                    yield name, product, rows
+
+
+class _Widths:
+    """The most columns behind a product, and before it."""
+
+    def __init__(self, products: Sequence[NativeLinear]) -> None:
+        self.outputs = max((product.out_features for product in products), default=0)
+        self.inputs = max((product.in_features for product in products), default=0)
 
 
 class NativeDecoder:
@@ -109,9 +148,9 @@ class NativeDecoder:
 
     def __init__(self, config: TextConfig, weights: DecoderWeights) -> None:
         """`weights` has native linear layers only, all of the same Products."""
-        products = [_products(layer) for layer in weights.layers]
         self._weights = weights  # the memory at the addresses
-        self._products = products[0][0].products
+        self._layer_products = products = [_Products(layer) for layer in weights.layers]
+        self._products = products[0].of_all["qkv"].products
         self._head_dim = config.head_dim
         self._num_states = sum(layer.convolution is not None for layer in weights.layers)
         self._layers = (_Layer * len(products))(*map(self._layer, weights.layers, products, weights.residuals()))
@@ -124,10 +163,9 @@ class NativeDecoder:
             ACTIVATIONS[weights.activation],
         )
         self._size = config.hidden_size
-        self._layer_products = products
-        every = [product for layer in products for product in layer]
-        self._wide = max(product.out_features for product in every)  # columns behind a product
-        self._narrow = max(product.in_features for product in every)  # and before it
+        self._experts = [layer.experts for layer in products if layer.experts is not None]
+        self._of_all = _Widths([product for layer in products for product in layer.of_all.values()])
+        self._of_experts = _Widths([product for each in self._experts for product in (*each.gate_up, *each.down)])
 
     def forward(
         self, embeddings: Tensor, batch: ForwardBatch, attention: Attention, states: StateCache | None = None
@@ -175,13 +213,11 @@ class NativeDecoder:
             raise InvariantError(f"states of {len(layers)} layers for {self._num_states}")
         return (_ADDRESS * len(layers))(*(address(layer, self._products.dtype) for layer in layers))
 
-    def _layer(
-        self, layer: DecoderLayer, products: tuple[NativeLinear, ...], residuals: tuple[Residual, Residual]
-    ) -> _Layer:
+    def _layer(self, layer: DecoderLayer, products: _Products, residuals: tuple[Residual, Residual]) -> _Layer:
         if layer.rotary is not None and layer.rotary.size > self._head_dim:
             raise InvariantError(f"a rotation of {layer.rotary.size} elements for heads of {self._head_dim}")
         return _Layer(
-            *(product.address for product in products),
+            *products.addresses,
             norm_address(layer.query_norm),
             norm_address(layer.key_norm),
             rotary_address(layer.rotary, self._products.dtype),
@@ -192,14 +228,14 @@ class NativeDecoder:
 
     def _add_times(self, profile: Profile, times: Iterable[int], tokens: int, outputs: int) -> None:
         """`times`: nanoseconds of each operation. The last layer computes only its first product for all tokens."""
-        seconds = {name: count / 1e9 for name, count in zip(OPERATIONS, times, strict=True)}
-        for number, name in enumerate(("qkv", "output", "gate_up", "down")):
-            layers = [layer[number] for layer in self._layer_products]
-            last = tokens if name == "qkv" else outputs
-            rows = [*[tokens] * (len(layers) - 1), last]
-            profile.add_product(name, seconds.pop(name), zip(layers, rows, strict=True))
-        for name, count in seconds.items():
-            profile.add(name, count)
+        computed: dict[str, list[tuple[NativeLinear, int]]] = {}
+        for layer in self._layer_products:
+            rows = outputs if layer is self._layer_products[-1] else tokens
+            for name, product, count in layer.computed(tokens, rows):
+                computed.setdefault(name, []).append((product, count))
+        for name, nanoseconds in zip(OPERATIONS, times, strict=True):
+            if self._experts or name not in _OF_EXPERTS:
+                profile.add_product(name, nanoseconds / 1e9, computed.get(name, ()))
 
     def _reserve(self, tokens: int, attention: NativeAttention, times: int | None) -> _Scratch:
         """Room for a step with so many tokens, and the address of its times."""
@@ -207,12 +243,16 @@ class NativeDecoder:
         units, segments = len(attention.tiles) * self._decoder.kv_heads, attention.num_segments
         size = units * segments * self._products.native.sums_size()
         is_shared = segments > 1 and units < _UNITS_A_THREAD * torch.get_num_threads() and size <= _MOST_SUMS
+        places = max((each.num_places(tokens) for each in self._experts), default=0)
+        wide = max(tokens * self._of_all.outputs, places * self._of_experts.outputs)
+        narrow = max(tokens * self._of_all.inputs, places * self._of_experts.inputs)
         return _Scratch(
-            scratch.reserve_inputs(tokens, self._narrow),
+            scratch.reserve_inputs(max(tokens, places), max(self._of_all.inputs, self._of_experts.inputs)),
             scratch.reserve("hidden", tokens * self._size, torch.float32),
             scratch.reserve("selected", tokens * self._size, torch.float32),
-            scratch.reserve("wide", tokens * self._wide, dtype),
-            scratch.reserve("narrow", tokens * self._narrow, dtype),
+            scratch.reserve("wide", wide, dtype),
+            scratch.reserve("narrow", narrow, dtype),
+            reserve_routes(scratch, self._experts, tokens) if self._experts else RoutesAddress(),
             scratch.reserve("segment_sums", size, torch.uint8) if is_shared else None,
             segments,
             times,

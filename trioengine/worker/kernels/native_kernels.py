@@ -22,6 +22,7 @@ from trioengine.worker.kernels import (
     RMSNorm,
     RotaryTable,
     native_decoder,
+    native_experts,
     products,
 )
 from trioengine.worker.kernels.addresses import (
@@ -43,6 +44,7 @@ from trioengine.worker.kernels.native_attention import (
     cache_addresses,
 )
 from trioengine.worker.kernels.native_decoder import NativeDecoder
+from trioengine.worker.kernels.native_experts import RoutingAddress
 from trioengine.worker.kernels.products import Products
 
 _SOURCE = Path(__file__).with_name("native.cpp")
@@ -60,6 +62,7 @@ _FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "attend": (_ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _COUNT, _FLOAT, _COUNT, _ADDRESS),
     **products.FUNCTIONS,
     **native_decoder.FUNCTIONS,
+    **native_experts.FUNCTIONS,
 }
 
 
@@ -145,6 +148,21 @@ class NativeKernels:
             result.data_ptr(),
         )
         return result
+
+    def route(self, scores: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
+        rows, experts = scores.shape
+        chosen = torch.empty((rows, num_chosen), dtype=torch.int64)
+        weights = torch.empty((rows, num_chosen), dtype=torch.float32)
+        routing = ctypes.byref(RoutingAddress(experts, num_chosen, normalizes))
+        self.native.route(address(scores, self.dtype), rows, routing, chosen.data_ptr(), weights.data_ptr())
+        return chosen, weights
+
+    def mix(self, results: Tensor, weights: Tensor) -> Tensor:
+        rows, chosen, size = results.shape
+        mixed, places = results.new_empty((rows, size)), torch.arange(rows * chosen)
+        from_, by = address(results, self.dtype), address(weights, torch.float32)
+        self.native.mix(from_, places.data_ptr(), by, rows, chosen, size, mixed.data_ptr())
+        return mixed
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
         caches = self._caches.get(cache)

@@ -21,20 +21,25 @@ inline void prepare_row(const Element *x, int64_t row, const Weight &w, const In
         widen_row(x, row, w.inputs, to.values);
 }
 
-// The threads of a parallel region take tasks, some outputs for a block of rows, from one counter, and wait for the last.
-// out [rows, outputs].
+// Tasks of a block of rows, each of some outputs.
+inline int64_t num_tasks(const Weight &w) { return w.bits > 0 ? num_pieces(w) : num_streams(w.outputs); }
+
+inline void product_task(const Inputs &x, const Weight &w, int64_t row, int64_t end, int64_t piece, Element *out) {
+    if (w.bits == 4)
+        integer_task<4>(x.quantized, w, row, end, piece, out);
+    else if (w.bits == 8)
+        integer_task<8>(x.quantized, w, row, end, piece, out);
+    else
+        float_task(x.values, w, row, end, piece, out);
+}
+
+// The threads of a parallel region take tasks from one counter, and wait for the last. out [rows, outputs].
 inline void product(const Inputs &x, const Weight &w, int64_t rows, Element *out) {
-    const int64_t pieces = w.bits > 0 ? num_pieces(w) : num_streams(w.outputs);
-    const int64_t block = w.bits > 0 ? BLOCK : FLOAT_BLOCK;
+    const int64_t pieces = num_tasks(w), block = w.bits > 0 ? BLOCK : FLOAT_BLOCK;
 #pragma omp for schedule(guided)
     for (int64_t number = 0; number < pieces * ((rows + block - 1) / block); number++) {
-        const int64_t piece = number % pieces, row = number / pieces * block, end = std::min(row + block, rows);
-        if (w.bits == 4)
-            integer_task<4>(x.quantized, w, row, end, piece, out);
-        else if (w.bits == 8)
-            integer_task<8>(x.quantized, w, row, end, piece, out);
-        else
-            float_task(x.values, w, row, end, piece, out);
+        const int64_t row = number / pieces * block;
+        product_task(x, w, row, std::min(row + block, rows), number % pieces, out);
     }
 }
 

@@ -17,7 +17,7 @@ from trioengine.core.errors import InvariantError
 from trioengine.worker.kernels.addresses import address
 from trioengine.worker.kernels.integer_weights import GROUP, IntegerWeight, pack_integers
 
-_ROW_GROUP = 4  # floats.h's, or more
+ROW_GROUP = 4  # floats.h's, or more
 _ADDRESS, _COUNT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "packed_size": (_COUNT, _COUNT),
@@ -139,7 +139,7 @@ class Scratch:
             self.reserve("codes", rows * columns, torch.int8),
             *(self.reserve(name, groups, torch.float32) for name in ("scales", "offsets", "sums")),
             self.reserve("counts", groups, torch.int32),
-            self.reserve("values", (rows + _ROW_GROUP - 1) * (columns + 1), torch.float32),
+            self.reserve("values", (rows + ROW_GROUP - 1) * (columns + 1), torch.float32),
         )
 
     def release(self) -> None:

@@ -82,6 +82,14 @@ class TorchKernels:
         states[rows.slots] = known[(last_rows + moved - num_kept)[:, None] + before]
         return (result * c.float()).to(x.dtype)
 
+    def route(self, scores: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
+        ranked, experts = scores.float().sort(dim=-1, descending=True, stable=True)
+        weights = ranked.softmax(dim=-1)[:, :num_chosen]
+        return experts[:, :num_chosen], weights / weights.sum(dim=-1, keepdim=True) if normalizes else weights
+
+    def mix(self, results: Tensor, weights: Tensor) -> Tensor:
+        return (results * weights.unsqueeze(-1)).sum(dim=1).to(results.dtype)
+
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
         return TorchAttention(batch, cache, self._num_heads, self._dtype)
 

@@ -30,8 +30,7 @@ class Gemma3Model(LlamaModel):
         return DecoderLayer(
             qkv=reader.qkv(),
             output=reader.output(),
-            gate_up=reader.gate_up(),
-            down=reader.down(),
+            mlp=reader.mlp(),
             attention_norm=norm("input_layernorm"),
             mlp_norm=norm("pre_feedforward_layernorm"),
             attention_output_norm=norm("post_attention_layernorm"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trioengine.worker.kernels import Convolution, DecoderLayer
+from trioengine.worker.kernels import Convolution, DecoderLayer, GatedMLP
 from trioengine.worker.models import ModelFactory
 from trioengine.worker.models.llama import LayerReader, LlamaModel
 
@@ -18,8 +18,7 @@ class Lfm2Model(LlamaModel):
         return DecoderLayer(
             qkv=mixer.linear("in_proj") if convolves else reader.qkv(),
             output=mixer.linear("out_proj"),
-            gate_up=reader.linear("feed_forward.w1", "feed_forward.w3"),
-            down=reader.linear("feed_forward.w2"),
+            mlp=GatedMLP(reader.linear("feed_forward.w1", "feed_forward.w3"), reader.linear("feed_forward.w2")),
             attention_norm=reader.norm("operator_norm"),
             mlp_norm=reader.norm("ffn_norm"),
             query_norm=None if convolves else mixer.norm("q_layernorm"),

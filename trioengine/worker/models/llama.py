@@ -9,7 +9,16 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from trioengine.hub.llama_config import FREQUENCY_DIVISORS, LlamaConfig
-from trioengine.worker.kernels import Attention, DecoderLayer, DecoderWeights, Kernels, RMSNorm, RotaryTable
+from trioengine.worker.kernels import (
+    Attention,
+    DecoderLayer,
+    DecoderWeights,
+    Experts,
+    GatedMLP,
+    Kernels,
+    RMSNorm,
+    RotaryTable,
+)
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.linear import Linear
 from trioengine.worker.kernels.rotary import attention_factor, inverse_frequencies
@@ -47,11 +56,12 @@ class LayerReader:
     def output(self) -> Linear:
         return self.linear("self_attn.o_proj")
 
-    def gate_up(self) -> Linear:
-        return self.linear("mlp.gate_proj", "mlp.up_proj")
+    def mlp(self, name: str = "mlp") -> GatedMLP:
+        return GatedMLP(self.linear(f"{name}.gate_proj", f"{name}.up_proj"), self.linear(f"{name}.down_proj"))
 
-    def down(self) -> Linear:
-        return self.linear("mlp.down_proj")
+    def experts(self, count: int, num_chosen: int, normalizes: bool) -> Experts:
+        router = self._weights.exact_linear(f"{self._prefix}mlp.gate")
+        return Experts(router, [self.mlp(f"mlp.experts.{index}") for index in range(count)], num_chosen, normalizes)
 
 
 class LlamaModel:
@@ -97,13 +107,16 @@ class LlamaModel:
         return DecoderLayer(
             qkv=reader.qkv(),
             output=reader.output(),
-            gate_up=reader.gate_up(),
-            down=reader.down(),
+            mlp=self.read_mlp(index, reader),
             attention_norm=reader.norm("input_layernorm"),
             mlp_norm=reader.norm("post_attention_layernorm"),
             rotary=self.rotary,
             window=self.config.windows[index],
         )
+
+    def read_mlp(self, index: int, reader: LayerReader) -> GatedMLP | Experts:
+        """Read the MLP of the layer `index`, as `read_layer` does."""
+        return reader.mlp()
 
     def decoder_weights(self, layers: list[DecoderLayer], norm: RMSNorm) -> DecoderWeights:
         """Add the numbers that all layers share."""

@@ -14,8 +14,7 @@ class Olmo2Model(LlamaModel):
         return DecoderLayer(
             qkv=reader.qkv(),
             output=reader.output(),
-            gate_up=reader.gate_up(),
-            down=reader.down(),
+            mlp=reader.mlp(),
             attention_norm=None,
             mlp_norm=None,
             attention_output_norm=reader.norm("post_attention_layernorm"),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trioengine.hub.phi3_config import LONG_DIVISORS, SHORT_DIVISORS
-from trioengine.worker.kernels import DecoderLayer
+from trioengine.worker.kernels import DecoderLayer, GatedMLP
 from trioengine.worker.models import ModelFactory
 from trioengine.worker.models.llama import LayerReader, LlamaModel
 from trioengine.worker.weights.checkpoint import WeightReader
@@ -25,8 +25,7 @@ class Phi3Model(LlamaModel):
         return DecoderLayer(
             qkv=reader.linear("self_attn.qkv_proj"),
             output=reader.output(),
-            gate_up=reader.linear("mlp.gate_up_proj"),
-            down=reader.down(),
+            mlp=GatedMLP(reader.linear("mlp.gate_up_proj"), reader.linear("mlp.down_proj")),
             attention_norm=reader.norm("input_layernorm"),
             mlp_norm=reader.norm("post_attention_layernorm"),
             rotary=self.rotary,

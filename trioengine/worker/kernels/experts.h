@@ -1,0 +1,112 @@
+// Layers with experts: a router's scores choose some MLPs for each row. The rows of an expert lie together, and are computed
+// by one product for all of them; an expert without rows costs nothing. A row's results are added in the order of its
+// scores, so that its bits do not depend on other rows.
+
+#pragma once
+
+#include "products.h"
+#include "rows.h"
+
+namespace {
+
+struct Routing {
+    int64_t experts, chosen;  // of all; of a row
+    bool normalizes;          // whether the weights of a row add up to 1
+};
+
+struct Experts {
+    Routing routing;
+    Weight router;
+    const Weight *gate_up, *down;  // [experts]; null: the layer has none
+    int64_t *loads;                // [experts]: the rows that each had in the last step
+
+    bool are_there() const { return gate_up != nullptr; }
+};
+
+// Some rows of an expert.
+struct Span {
+    int64_t expert, start, end;
+};
+
+// Room for the choices of all rows.
+struct Routes {
+    int64_t *chosen, *places;  // [rows, chosen]: experts, and the place of a row among the rows of each
+    float *weights;            // [rows, chosen]
+    int64_t *starts;           // [experts]
+    Span *spans;               // [rows * chosen]
+    int64_t num_spans;
+};
+
+// The experts with the largest scores, the first of equal ones first, and the softmax of all scores at them.
+inline void route_row(const Element *scores, const Routing &routing, int64_t *chosen, float *weights) {
+    int64_t found = 0;
+    for (int64_t expert = 0; expert < routing.experts; expert++) {
+        const float score = number(scores[expert]);
+        int64_t place = found;
+        while (place > 0 && score > weights[place - 1]) place--;
+        if (place == routing.chosen) continue;
+        found = std::min(found + 1, routing.chosen);
+        for (int64_t i = found - 1; i > place; i--) {
+            chosen[i] = chosen[i - 1];
+            weights[i] = weights[i - 1];
+        }
+        chosen[place] = expert;
+        weights[place] = score;
+    }
+    const float largest = weights[0];
+    float total = 0, share = 0;  // of all, and of the chosen ones
+    for_lanes(routing.experts, [&](int64_t i, int count) {
+        const Floats terms = exponential(load(scores + i, count) - largest);
+        for (int lane = 0; lane < count; lane++) total += terms[lane];
+    });
+    for_lanes(routing.chosen, [&](int64_t i, int count) {
+        const Floats terms = exponential(load(weights + i, count) - largest) / total;
+        for (int lane = 0; lane < count; lane++) share += terms[lane];
+        store_lanes(weights + i, terms, count);
+    });
+    if (routing.normalizes)
+        for (int64_t i = 0; i < routing.chosen; i++) weights[i] /= share;
+}
+
+// The sum of the results [places, size] at a row's places, by its weights.
+inline void mix_row(const Element *results, const int64_t *places, const float *weights, int64_t chosen, int64_t size,
+                    Element *out) {
+    for_lanes(size, [&](int64_t i, int count) {
+        Floats sum{};
+        for (int64_t j = 0; j < chosen; j++)
+            sum = multiply_add(load(results + places[j] * size + i, count), all(weights[j]), sum);
+        store_lanes(out + i, sum, count);
+    });
+}
+
+// Each expert's rows begin with a whole group of rows (floats.h), and keep their order. One thread calls it.
+inline void place_rows(const Experts &experts, int64_t rows, Routes &routes) {
+    const Routing &routing = experts.routing;
+    std::fill_n(experts.loads, routing.experts, 0);
+    for (int64_t i = 0; i < rows * routing.chosen; i++) experts.loads[routes.chosen[i]]++;
+    int64_t start = 0;
+    routes.num_spans = 0;
+    for (int64_t expert = 0; expert < routing.experts; expert++) {
+        const int64_t end = start + experts.loads[expert];
+        routes.starts[expert] = start;
+        for (int64_t row = start; row < end; row += FLOAT_BLOCK)
+            routes.spans[routes.num_spans++] = {expert, row, std::min<int64_t>(row + FLOAT_BLOCK, end)};
+        start = (end + ROW_GROUP - 1) / ROW_GROUP * ROW_GROUP;
+    }
+    for (int64_t i = 0; i < rows * routing.chosen; i++) routes.places[i] = routes.starts[routes.chosen[i]]++;
+}
+
+// As `product` (products.h), of each span by its expert's weight: the threads of a parallel region share the tasks of all.
+inline void expert_products(const Inputs &x, const Weight *weights, const Routes &routes, Element *out) {
+    int64_t pieces = 0;  // of a weight, at most: the weights of a layer may be of integers, and of others
+    for (int64_t i = 0; i < routes.num_spans; i++)
+        pieces = std::max(pieces, num_tasks(weights[routes.spans[i].expert]));
+#pragma omp for schedule(guided)
+    for (int64_t number = 0; number < pieces * routes.num_spans; number++) {
+        const Span &span = routes.spans[number / pieces];
+        const Weight &w = weights[span.expert];
+        if (number % pieces < num_tasks(w)) product_task(x, w, span.start, span.end, number % pieces, out);
+    }
+}
+
+}  // namespace
