@@ -67,6 +67,17 @@ OLMOE = {
     "num_experts_per_tok": 2,
     "pad_token_id": 0,
 }
+QWEN35 = {
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "num_hidden_layers": 5,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
 MAX_MODEL_LEN = {"phi3-short": 180}  # of a text whose frequencies are those of short ones
 WINDOWS = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -146,7 +157,41 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 24,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
+    "qwen3_5": QWEN35,
+    "qwen3_5-even": {
+        **QWEN35,
+        "full_attention_interval": 2,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 36,
+        "linear_conv_kernel_dim": 2,
+    },
+    "qwen3_5-vision": {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": {
+            **BASE,
+            **QWEN35,
+            "num_key_value_heads": 6,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 10,
+            "linear_value_head_dim": 33,
+            "linear_conv_kernel_dim": 5,
+            "layer_types": [*["linear_attention"] * 2, *["full_attention"] * 2, "linear_attention"],
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "mrope_interleaved": True,
+                "mrope_section": [2, 1, 1],
+            },
+        },
+    },
 }
+UNIT_NORMS = "gemma3_text", "qwen3_5", "qwen3_5_text"  # types whose weights of norms are 1 more than the tensors
 
 
 def config(variant: str, **changes: object) -> dict[str, Any]:
@@ -161,9 +206,12 @@ def tensors(variant: str, seed: int = 0, **changes: object) -> dict[str, torch.T
     weights = RandomTensors(seed)
     for name, shape in wanted.items():
         is_norm = name.endswith("norm.weight")
-        mean = 1.0 if is_norm and fields["model_type"] != "gemma3_text" else 0.0
-        is_vocabulary = name in ("model.embed_tokens.weight", "lm_head.weight")
+        adds_one = fields["model_type"] in UNIT_NORMS and "linear_attn" not in name
+        mean = 1.0 if is_norm and not adds_one else 0.0
+        is_vocabulary = name.endswith("embed_tokens.weight") or name == "lm_head.weight"
         scale = (0.1 if "lm_head.weight" not in wanted else 1.0) if is_vocabulary else 0.15
+        if name.endswith(("A_log", "dt_bias")):
+            scale = 1.0
         weights.add(name, *shape, mean=mean, scale=scale)
     return weights.by_name
 

@@ -12,6 +12,7 @@ from trioengine.core.config import WorkerConfig
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.compiler import find_compiler
+from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import Limits, ScheduledSequence, SchedulerOutput, Sequence
@@ -52,7 +53,8 @@ def load(path, dtype="float32", on_progress=lambda done, total: None, **config):
 
 def spoil(cache):
     """Fill a cache, of KV or of states, with what a step must not read: nan, or integers whose scale is nan."""
-    for tensor in (*cache.layers, *getattr(cache, "scales", ())):
+    tensors = (*cache.layers, *cache.scales) if isinstance(cache, KVCache) else cache.parts
+    for tensor in tensors:
         tensor.fill_(math.nan if tensor.is_floating_point() else 77)
 
 

@@ -1,13 +1,14 @@
 """The configurations of decoders beside Llama: each field in each of its forms, and what is refused."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trioengine.core.errors import ModelError
 from trioengine.hub.checkpoint import GGUF_ARCHITECTURES, HF_ARCHITECTURES
-from trioengine.hub.model_config import Fields
+from trioengine.hub.model_config import Fields, StatePart
 from trioengine.hub.rope_config import RopeScaling, RopeType
 
 BASE = {
@@ -21,7 +22,7 @@ BASE = {
 }
 COUNT = "must be an integer from 1 to 2147483647"
 LAYER_TYPES = "layer_types must be 4 of full_attention, sliding_attention"
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SHORT, LONG = [1.0, 1.5, 2.0, 3.0], [2.0, 4.0, 8.0, 16.0]
 WINDOWS = {"use_sliding_window": True, "sliding_window": 24}
 
@@ -128,6 +129,85 @@ def test_defaults_are_those_of_transformers():
 
 
 @pytest.mark.parametrize(
+    ("fields", "attends"),
+    [
+        ({}, (False, False, False, True)),
+        ({"full_attention_interval": 2}, (False, True, False, True)),
+        ({"layer_types": [FULL, LINEAR, LINEAR, FULL]}, (True, False, False, True)),
+    ],
+)
+def test_the_layers_of_qwen3_5(fields, attends):
+    config = read("qwen3_5_text", **fields)
+    assert config.attends == attends
+    assert config.num_kv_layers == sum(attends)
+    convolved, matrices = StatePart((3, 8192)), StatePart((32, 128, 128), is_float32=True)
+    assert config.state_parts == (convolved, matrices) * (4 - sum(attends))
+
+
+@pytest.mark.parametrize(
+    ("fields", "attends"),
+    [
+        ({}, (True,) * 4),
+        ({"full_attn_idxs": [1, 3]}, (False, True, False, True)),
+        ({"layer_types": ["conv", "conv", FULL, "conv"], "full_attn_idxs": [0]}, (False, False, True, False)),
+    ],
+)
+def test_the_layers_of_lfm2(fields, attends):
+    config = read("lfm2", conv_L_cache=5, **fields)
+    assert config.attends == attends
+    assert config.num_kv_layers == attends.count(True)
+    assert config.state_parts == (StatePart((4, 32)),) * attends.count(False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "size"),
+    [
+        ({}, 256),  # two thirds, in whole multiples
+        ({"block_multiple_of": 10}, 40),
+        ({"block_multiple_of": 10, "block_ffn_dim_multiplier": 1.5}, 50),
+        ({"block_multiple_of": 10, "block_ffn_dim_multiplier": None}, 32),
+        ({"block_auto_adjust_ff_dim": False}, 48),
+        ({"block_auto_adjust_ff_dim": False, "block_ff_dim": 60}, 60),
+    ],
+)
+def test_the_gates_of_lfm2(fields, size):
+    assert read("lfm2", **fields).intermediate_size == size
+
+
+def test_the_head_of_lfm2():
+    """The older name of the field comes first, as in transformers."""
+    assert read("lfm2").tie_word_embeddings
+    assert not read("lfm2", tie_word_embeddings=False).tie_word_embeddings
+    assert read("lfm2", tie_embedding=True, tie_word_embeddings=False).tie_word_embeddings
+    assert (read("lfm2").rope_theta, read("lfm2").rms_norm_eps) == (1e6, 1e-5)
+
+
+def test_the_text_of_a_model_with_a_vision_tower():
+    alone = read("qwen3_5_text", tie_word_embeddings=True)
+    whole = read("qwen3_5", **dict.fromkeys(BASE, ...), text_config=BASE, tie_word_embeddings=True)
+    assert replace(whole, model_type="qwen3_5_text") == alone
+    prefix = "model.language_model."
+    names = [name.replace("model.", prefix, 1) for name in alone.wanted_tensors()]
+    assert list(whole.wanted_tensors()) == names
+    untied = read("qwen3_5", text_config={**BASE, "tie_word_embeddings": False}, tie_word_embeddings=True)
+    assert "lm_head.weight" in untied.wanted_tensors()
+
+
+@pytest.mark.parametrize(
+    ("fields", "rotary_dim"),
+    [
+        ({}, 64),
+        ({"head_dim": 32}, 8),
+        ({"partial_rotary_factor": 0.5}, 128),
+        ({"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 1.0}}, 256),
+    ],
+)
+def test_the_rotated_part_of_qwen3_5(fields, rotary_dim):
+    config = read("qwen3_5_text", **fields)
+    assert (config.rotary_dim, config.rope_theta) == (rotary_dim, 1e4)
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
@@ -195,7 +275,7 @@ def test_longrope(name):
             (kind, {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers must be at most the number of tensors, 1000")
             for kind in (
                 *("qwen2", "qwen3", "mistral", "smollm3", "phi3", "gemma3_text", "granite", "olmo2"),
-                *("qwen3_moe", "olmoe"),
+                *("qwen3_moe", "olmoe", "qwen3_5_text"),
             )
         ),
         ("mistral", {"sliding_window": "4096"}, f"sliding_window {COUNT}, got '4096'"),
@@ -281,6 +361,51 @@ def test_longrope(name):
         ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers must be a list of layers, got [True]"),
         ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": "9"}, f"sliding_window {COUNT}, got '9'"),
+        ("lfm2", {"layer_types": [SLIDING] * 4}, f"layer_types must be 4 of full_attention, conv, got ['{SLIDING}'"),
+        ("lfm2", {"layer_types": [FULL] * 3}, "layer_types must be 4 of full_attention, conv"),
+        ("lfm2", {"full_attn_idxs": []}, "a model without a layer of attention is not supported"),
+        ("lfm2", {"full_attn_idxs": [True]}, "full_attn_idxs must be a list of layers, got [True]"),
+        ("lfm2", {"full_attn_idxs": 2}, "full_attn_idxs must be a list of layers, got 2"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache must be from 2 to 64, got 1"),
+        ("lfm2", {"conv_L_cache": 65}, "conv_L_cache must be from 2 to 64, got 65"),
+        ("lfm2", {"conv_bias": 1}, "conv_bias must be true or false, got 1"),
+        ("lfm2", {"block_multiple_of": 0}, f"block_multiple_of {COUNT}, got 0"),
+        ("lfm2", {"norm_eps": 0}, "norm_eps must be a number above 0"),
+        (
+            "qwen3_5_text",
+            {"layer_types": [SLIDING] * 4},
+            f"layer_types must be 4 of full_attention, linear_attention, got ['{SLIDING}'",
+        ),
+        ("qwen3_5_text", {"layer_types": [FULL] * 3}, "layer_types must be 4 of full_attention, linear_attention"),
+        (
+            "qwen3_5_text",
+            {"full_attention_interval": 5},
+            "a model without a layer of attention is not supported",
+        ),
+        ("qwen3_5_text", {"full_attention_interval": 0}, f"full_attention_interval {COUNT}, got 0"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate must be true, got False"),
+        (
+            "qwen3_5_text",
+            {"linear_num_key_heads": 3},
+            "linear_num_value_heads must be a multiple of the heads of keys, 3, got 32",
+        ),
+        ("qwen3_5_text", {"linear_key_head_dim": 257}, "linear_key_head_dim must be at most 256, got 257"),
+        ("qwen3_5_text", {"linear_value_head_dim": 512}, "linear_value_head_dim must be at most 256, got 512"),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be from 2 to 64, got 1"),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 65}, "linear_conv_kernel_dim must be from 2 to 64, got 65"),
+        ("qwen3_5_text", {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be at most 1, got 1.5"),
+        (
+            "qwen3_5_text",
+            {"head_dim": 20},
+            "the rotation must turn an even number of a head's 20 elements, got 5",
+        ),
+        ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
+        ("qwen3_5", {"text_config": 3}, "text_config must be an object, got 3"),
+        (
+            "qwen3_5",
+            {"text_config": {**BASE, "linear_key_head_dim": "8"}},
+            f"text_config.linear_key_head_dim {COUNT}, got '8'",
+        ),
     ],
 )
 def test_a_bad_field_is_named(model_type, fields, message):
@@ -347,6 +472,7 @@ def test_experts_of_gguf_files():
             "olmoe.expert_count must be at most 5461 in 4 layers, got 5462",
         ),
         ("olmoe", {"attention.clamp_kqv": 8.0}, "olmoe.attention.clamp_kqv is not supported"),
+        ("lfm2", {"shortconv.l_cache": 3}, "a model without a layer of attention is not supported"),
         ("gemma3", {}, f"gemma3.attention.sliding_window {COUNT}, got None"),
         ("granite", {"residual_scale": "x"}, "granite.residual_scale must be a number above 0"),
         (
@@ -362,7 +488,7 @@ def test_experts_of_gguf_files():
         ),
         *(
             (kind, {"block_count": 2**31 - 1}, f"{kind}.block_count must be at most the number of tensors, 63")
-            for kind in ("gemma3", "smollm3", "phi3", "qwen3", "qwen3moe", "olmoe")
+            for kind in ("gemma3", "smollm3", "phi3", "qwen3", "qwen3moe", "olmoe", "lfm2")
         ),
         ("smollm3", {"block_count": "4"}, f"smollm3.block_count {COUNT}, got '4'"),
         ("qwen3", {"rope.dimension_count": 4}, "qwen3.rope.dimension_count must be the size of a head, 8, got 4"),

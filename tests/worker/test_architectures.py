@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny_decoders
+from helpers.random_checkpoint import write_checkpoint
 from helpers.tiny_llama import PROMPT
 from helpers.torch_driver import generate, load, reference
 from test_weights import new_writer, permuted, stored_as
 
+from trioengine.core.errors import ModelError
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT, StateCopy
@@ -109,6 +111,19 @@ def test_bfloat16_runs(tmp_path, variant, options):
     runner = load(path, dtype="bfloat16", kv_cache_memory=4 << 20, kv_cache_dtype="int8", **options)
     answers, _ = generate(runner, [PROMPT, PROMPT[:5]], 8)
     assert [len(answer) for answer in answers] == [8, 8]
+
+
+def test_the_parts_beside_the_decoder_are_ignored(tmp_path):
+    """A vision tower, and layers that predict more tokens."""
+    variant = "qwen3_5-vision"
+    path, fields = tmp_path / "model", {"config.json": tiny_decoders.config(variant)}
+    others = {name: torch.zeros(3) for name in ("model.visual.patch_embed.proj.weight", "mtp.fc.weight")}
+    write_checkpoint(path, fields, tiny_decoders.tensors(variant) | others)
+    runner = load(path, kv_cache_memory=8 << 20)
+    assert generate(runner, [PROMPT], 12)[0] == [REFERENCE[variant]["output"][:12]]
+    write_checkpoint(path, fields, tiny_decoders.tensors(variant) | {"visual.proj.weight": torch.zeros(3)})
+    with pytest.raises(ModelError, match=r"unexpected tensors: 'visual\.proj\.weight'"):
+        load(path)
 
 
 # ---- GGUF files ------------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ def answers(runner, prompts, lengths, **limits):
         "max_model_len": runner.info.max_model_len,
         "kv_blocks_total": runner.info.kv_blocks_total,
         "block_size": runner.info.block_size,
+        "state_slots": runner.info.state_slots,
         **limits,
     }
     scheduler, found = Scheduler(Limits(**limits)), [Answer() for _ in prompts]
@@ -64,8 +65,10 @@ def step(runner, output, found):
     """As the runner's own `execute`, with a look at the logits."""
     with torch.inference_mode():
         runner.cache.copy_blocks(output.copies)
+        if runner.states is not None:
+            runner.states.copy(output.state_copies)
         batch = make_batch(output, runner.info.block_size, runner.model.device)
-        hidden = runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache))
+        hidden = runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache), runner.states)
         logits = runner.model.logits(hidden)
         sampled = sample(logits, [entry.sequence for entry in output.scheduled if entry.samples])
     for row, token in zip(logits, sampled, strict=True):

@@ -8,6 +8,7 @@ from helpers.torch_driver import load, needs_compiler
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.sampling_params import ResolvedParams
+from trioengine.hub.model_config import StatePart
 from trioengine.worker.kernels import Convolution
 from trioengine.worker.kernels.batch import StateRows
 from trioengine.worker.kernels.native_kernels import NativeKernels
@@ -147,13 +148,14 @@ def test_rows_of_padding_reach_no_other_slot(kernels, dtype):
 
 
 def test_a_slot_is_cleared_or_gets_a_state_before_a_step(dtype):
-    cache = StateCache([(2, 5), (3, 4)], 6, dtype, torch.device("cpu"))
-    for layer in cache.layers:
-        layer.copy_(torch.arange(6).view(6, 1, 1).expand(layer.shape))
-    cache.layers[0][0] = torch.nan  # of padding
+    cache = StateCache([StatePart((2, 5)), StatePart((3, 4), is_float32=True)], 6, dtype, torch.device("cpu"))
+    assert [part.dtype for part in cache.parts] == [dtype, torch.float32]
+    for part in cache.parts:
+        part.copy_(torch.arange(6).view(6, 1, 1).expand(part.shape))
+    cache.parts[0][0] = torch.nan  # of padding
     cache.copy([StateCopy(3, 1), StateCopy(PADDING_SLOT, 3), StateCopy(5, 2), StateCopy(2, 5), StateCopy(4, 4)])
-    for layer in cache.layers:
-        assert [int(slot[0, 0]) for slot in layer[1:]] == [3, 5, 0, 4, 2]
+    for part in cache.parts:
+        assert [int(slot[0, 0]) for slot in part[1:]] == [3, 5, 0, 4, 2]
 
 
 def test_a_step_without_slots_is_refused(tmp_path, options):

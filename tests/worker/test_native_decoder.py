@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import tiny_decoders
 from helpers.torch_driver import load, needs_compiler
 from quality import logits_of
 from test_batch_invariance import answers, same
@@ -69,6 +70,18 @@ def test_as_layer_by_layer(tiny_llama, tmp_path, load_both, variant, dtype, quan
             assert same(found, expected)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")])
+@pytest.mark.parametrize("variant", ["lfm2-biases", "qwen3_5", "qwen3_5-vision"])
+def test_states_and_gates_as_layer_by_layer(tmp_path, load_both, variant, dtype, quantization):
+    path = tiny_decoders.write(tmp_path, variant)
+    at_once, layer_by_layer = load_both(path, dtype, quantization)
+    prompts = [[(7 * i * i + size) % 200 for i in range(size)] for size in (40, 2, 17)]
+    expected, _ = answers(layer_by_layer, prompts, [5, 6, 7])
+    for chunk in (512, 13):
+        limits = {"chunked_prefill_size": chunk, "max_num_batched_tokens": chunk + 128}
+        assert same(answers(at_once, prompts, [5, 6, 7], **limits)[0], expected)
 
 
 @pytest.mark.parametrize(

@@ -153,9 +153,10 @@ def _check_tensors(path: Path, config: ModelConfig, found: Mapping[str, Shape]) 
     known = config.optional_tensors() | wanted
     if missing := [name for name in wanted if name not in found]:
         raise ModelError(f"{path}: missing tensors: {_list(missing)}")
-    if unexpected := [name for name in found if name not in known]:
+    used = {name: shape for name, shape in found.items() if not name.startswith(config.ignored_prefixes)}
+    if unexpected := [name for name in used if name not in known]:
         raise ModelError(f"{path}: unexpected tensors: {_list(unexpected)}")
-    for name, shape in found.items():
+    for name, shape in used.items():
         if shape != known[name]:
             raise ModelError(f"{path}: tensor {name} has the shape {brief(list(shape))}, not {list(known[name])}")
 

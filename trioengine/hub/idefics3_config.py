@@ -78,6 +78,11 @@ class Idefics3Config:
         """Return the shapes of tensors that a checkpoint may have."""
         return self.text.optional_tensors()
 
+    @property
+    def ignored_prefixes(self) -> tuple[str, ...]:
+        """The beginnings of the names of tensors that are not read: none."""
+        return ()
+
     def _vision_tensors(self) -> Iterator[tuple[str, Shape]]:
         vision = self.vision
         hidden, inner = vision.hidden_size, vision.intermediate_size

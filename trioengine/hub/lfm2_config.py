@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trioengine.core.errors import ModelError
 from trioengine.hub import llama_config
-from trioengine.hub.llama_config import LAYER_NAMES, LlamaConfig, count_layers, gguf_fields, rope_of
-from trioengine.hub.model_config import Fields, Shape
+from trioengine.hub.llama_config import (
+    LAYER_NAMES,
+    LlamaConfig,
+    attention_layers,
+    checked_attention,
+    count_layers,
+    gguf_fields,
+    rope_of,
+)
+from trioengine.hub.model_config import Fields, Shape, StatePart
 
 MODEL_TYPES = ("lfm2",)
 _LAYER_NAMES = {
@@ -25,7 +32,6 @@ _LAYER_NAMES = {
     "ffn_norm": "ffn_norm",
 }
 _NORM = "token_embd_norm.weight"  # of the last layer's result, whatever its name
-_KINDS = ("full_attention", "conv")
 _DEFAULTS = {"norm_eps": 1e-5, "max_position_embeddings": 128000, "num_key_value_heads": 8}
 _MAX_TAPS = 64
 
@@ -34,17 +40,17 @@ _MAX_TAPS = 64
 class Lfm2Config(LlamaConfig):
     """The shape of an LFM2 model."""
 
-    convolves: tuple[bool, ...]  # whether each layer has a convolution in place of attention
+    attends: tuple[bool, ...]  # whether each layer has attention; else it has a convolution
     num_taps: int  # of a convolution: tokens that it reads, the token itself among them
     convolution_bias: bool  # also of the products before and behind it
 
     @property
     def num_kv_layers(self) -> int:
-        return self.convolves.count(False)
+        return self.attends.count(True)
 
     @property
-    def state_shapes(self) -> tuple[Shape, ...]:
-        return ((self.num_taps - 1, self.hidden_size),) * self.convolves.count(True)
+    def state_parts(self) -> tuple[StatePart, ...]:
+        return (StatePart((self.num_taps - 1, self.hidden_size)),) * self.attends.count(False)
 
     def wanted_tensors(self, prefix: str = "model.") -> dict[str, Shape]:
         vocabulary = (self.vocab_size, self.hidden_size)
@@ -54,8 +60,8 @@ class Lfm2Config(LlamaConfig):
         }
         if not self.tie_word_embeddings:
             wanted["lm_head.weight"] = vocabulary
-        for index, convolves in enumerate(self.convolves):
-            mixer = self._convolution() if convolves else self._attention()
+        for index, attends in enumerate(self.attends):
+            mixer = self._attention() if attends else self._convolution()
             for name, shape in (mixer | self._feed_forward()).items():
                 wanted[f"{prefix}layers.{index}.{name}"] = shape
         return wanted
@@ -110,8 +116,8 @@ def config_from_hf(fields: Fields, num_tensors: int) -> Lfm2Config:
         rms_norm_eps=given.number("norm_eps"),
         rope_theta=rope_theta,
         tie_word_embeddings=tied,
-        convolves=_convolves(fields, count_layers(fields, "num_hidden_layers", num_tensors)),
-        num_taps=_num_taps(fields, "conv_L_cache", 3),
+        attends=_attends(fields, count_layers(fields, "num_hidden_layers", num_tensors)),
+        num_taps=count_taps(fields, "conv_L_cache", 3),
         convolution_bias=fields.flag("conv_bias"),
         attention_bias=False,
         output_bias=False,
@@ -132,8 +138,8 @@ def config_from_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, Shape], p
         shapes,
         path,
         "lfm2",
-        convolves=_with_attention(fields, tuple(shape is None for shape in keys)),
-        num_taps=_num_taps(fields, "shortconv.l_cache"),
+        attends=checked_attention(fields, tuple(shape is not None for shape in keys)),
+        num_taps=count_taps(fields, "shortconv.l_cache"),
         convolution_bias="blk.0.shortconv.conv.bias" in shapes,
         attention_bias=False,
         output_bias=False,
@@ -165,25 +171,16 @@ def _feed_forward_size(fields: Fields) -> int:
     return max(1, -(-size // multiple)) * multiple
 
 
-def _convolves(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    kinds = fields.get("layer_types")
-    if kinds is None:
-        indices = fields.get("full_attn_idxs")
-        if indices is not None and not (isinstance(indices, list) and all(type(index) is int for index in indices)):
-            raise fields.bad("full_attn_idxs", "must be a list of layers")
-        kinds = ["full_attention" if indices is None or index in indices else "conv" for index in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in _KINDS for kind in kinds):
-        raise fields.bad("layer_types", f"must be {num_layers} of {', '.join(_KINDS)}")
-    return _with_attention(fields, tuple(kind == "conv" for kind in kinds))
+def _attends(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    indices = fields.get("full_attn_idxs")
+    if indices is not None and not (isinstance(indices, list) and all(type(index) is int for index in indices)):
+        raise fields.bad("full_attn_idxs", "must be a list of layers")
+    kinds = ["full_attention" if indices is None or index in indices else "conv" for index in range(num_layers)]
+    return attention_layers(fields, num_layers, "conv", kinds)
 
 
-def _with_attention(fields: Fields, convolves: tuple[bool, ...]) -> tuple[bool, ...]:
-    if all(convolves):
-        raise ModelError(f"{fields.path}: a model without a layer of attention is not supported")
-    return convolves
-
-
-def _num_taps(fields: Fields, field: str, default: int | None = None) -> int:
+def count_taps(fields: Fields, field: str, default: int | None = None) -> int:
+    """Return the tokens that a convolution reads. Raises ModelError, naming the field."""
     count = fields.count(field, default)
     if not 2 <= count <= _MAX_TAPS:
         raise fields.bad(field, f"must be from 2 to {_MAX_TAPS}", default)

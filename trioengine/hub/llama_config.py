@@ -6,7 +6,7 @@ Other decoders of its kind have a configuration derived from it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import Undecoded
 from trioengine.core.wording import brief
-from trioengine.hub.model_config import Fields, Shape
+from trioengine.hub.model_config import Fields, Shape, StatePart
 from trioengine.hub.rope_config import RopeScaling, RopeType, scaling_from_gguf, scaling_from_hf
 
 MODEL_TYPES = ("llama",)
@@ -38,6 +38,7 @@ LAYER_NAMES = {  # and of a layer
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_ATTENTION = "full_attention"
 _EMBEDDING = "token_embd.weight"
 ConfigT = TypeVar("ConfigT", bound="LlamaConfig")
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", re.ASCII)
@@ -81,8 +82,13 @@ class LlamaConfig:
         return self.num_layers
 
     @property
-    def state_shapes(self) -> tuple[Shape, ...]:
-        """The shape of a sequence's state in each layer that has one: none."""
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """The parts of a sequence's state: none."""
+        return ()
+
+    @property
+    def ignored_prefixes(self) -> tuple[str, ...]:
+        """The beginnings of the names of tensors that are not read: none."""
         return ()
 
     def wanted_tensors(self, prefix: str = "model.") -> dict[str, Shape]:
@@ -92,9 +98,13 @@ class LlamaConfig:
         if not self.tie_word_embeddings:
             wanted["lm_head.weight"] = vocabulary
         for index in range(self.num_layers):
-            for name, shape in self.layer_tensors().items():
+            for name, shape in self.tensors_of(index).items():
                 wanted[f"{prefix}layers.{index}.{name}"] = shape
         return wanted
+
+    def tensors_of(self, index: int) -> dict[str, Shape]:
+        """Return the shapes of the tensors of one layer: of every layer the same."""
+        return self.layer_tensors()
 
     def layer_tensors(self) -> dict[str, Shape]:
         """Return the shapes of a layer's tensors, by their names behind the layer's."""
@@ -256,6 +266,25 @@ def windows_of(fields: Fields, num_layers: int, is_sliding: Callable[[int], bool
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in supported for kind in kinds):
         raise fields.bad("layer_types", f"must be {num_layers} of {', '.join(supported)}")
     return tuple(fields.count("sliding_window") if kind == "sliding_attention" else None for kind in kinds)
+
+
+def attention_layers(fields: Fields, num_layers: int, other: str, kinds: Sequence[str]) -> tuple[bool, ...]:
+    """Return whether each layer has attention, by config.json's `layer_types`, or else by `kinds`.
+
+    The kinds are full_attention and `other`. Raises ModelError, naming the field.
+    """
+    given = fields.get("layer_types")
+    kinds, supported = (kinds if given is None else given), (_ATTENTION, other)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in supported for kind in kinds):
+        raise fields.bad("layer_types", f"must be {num_layers} of {', '.join(supported)}")
+    return checked_attention(fields, tuple(kind == _ATTENTION for kind in kinds))
+
+
+def checked_attention(fields: Fields, attends: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Return whether each layer has attention. Raises ModelError if none has."""
+    if not any(attends):
+        raise ModelError(f"{fields.path}: a model without a layer of attention is not supported")
+    return attends
 
 
 def count_layers(fields: Fields, field: str, num_tensors: int, default: int | None = None) -> int:

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import Field
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Protocol, TypeAlias
+from typing import Any, BinaryIO, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from trioengine.core.checks import MAX_COUNT, MAX_FLOAT32, integer, number
 from trioengine.core.errors import ModelError
@@ -24,6 +24,13 @@ MAX_MODEL_TENSORS = 1 << 16  # with each expert's; the largest Qwen3-MoE has 36,
 _LEAST = 2.0**-126  # of float32's normal numbers
 MAX_JSON = 6 << 20  # bytes
 MAX_VALUES = 1 << 18  # in a JSON text, counted by its separators; at most about 110 bytes of memory each
+
+
+class StatePart(NamedTuple):
+    """A tensor of a sequence's state: in the model's dtype, or always in float32."""
+
+    shape: Shape
+    is_float32: bool = False
 
 
 class TextConfig(Protocol):
@@ -49,8 +56,8 @@ class TextConfig(Protocol):
         ...
 
     @property
-    def state_shapes(self) -> tuple[Shape, ...]:
-        """The shape of a sequence's state in each layer that has one."""
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """The parts of a sequence's state, in the order of the layers: one or two of each layer that has a state."""
         ...
 
 
@@ -80,6 +87,11 @@ class ModelConfig(Protocol):
 
     def optional_tensors(self) -> dict[str, Shape]:
         """Return the shapes of the tensors that a checkpoint may have beside these."""
+        ...
+
+    @property
+    def ignored_prefixes(self) -> tuple[str, ...]:
+        """The beginnings of the names of tensors that belong to parts which are not computed."""
         ...
 
 

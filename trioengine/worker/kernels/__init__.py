@@ -74,6 +74,37 @@ class Convolution:
     bias: Tensor | None = None  # [size], float32: added to the sum
 
 
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """A gated delta net over the tokens of a sequence (arXiv 2412.06464, as in Qwen3-Next).
+
+    Its inputs are `q, k, v, z, b, a`. Queries, keys and values go through a convolution in each column, and SiLU. Then
+    heads of queries and keys are divided by their lengths, and queries by the root of `key_dim`. A head of values has a
+    matrix S, and shares a head of queries and keys with those beside it. A token's result is
+
+        S *= exp(-rate * softplus(a + time_bias))
+        S += outer(k, sigmoid(b) * (v - k @ S))
+        result = norm(q @ S) * silu(z)
+
+    A sequence's state are the last `num_taps - 1` inputs of the convolution, and the matrices.
+    """
+
+    taps: Tensor  # [num_taps, 2 * num_key_heads * key_dim + num_value_heads * value_dim], float32
+    rates: Tensor  # [num_value_heads], float32, above 0
+    time_bias: Tensor  # [num_value_heads], float32
+    norm: RMSNorm  # of each head of results: [value_dim]
+    num_key_heads: int
+    key_dim: int
+
+    @property
+    def num_value_heads(self) -> int:
+        return len(self.rates)
+
+    @property
+    def value_dim(self) -> int:
+        return len(self.norm.weight)
+
+
 class Activation(enum.Enum):
     """The function of the gates in an MLP."""
 
@@ -101,12 +132,12 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The weights of one layer: attention or a convolution, and an MLP or experts.
+    """The weights of one layer: attention, a convolution or a delta net, and an MLP or experts.
 
     Projections that share their input are one.
     """
 
-    qkv: Linear  # queries, keys and values; of a convolution `b, c, x`
+    qkv: Linear  # queries, keys and values; the inputs of a convolution or a delta net
     output: Linear
     mlp: GatedMLP | Experts
     attention_norm: RMSNorm | None  # of the hidden states that attention gets
@@ -117,7 +148,9 @@ class DecoderLayer:
     key_norm: RMSNorm | None = None
     rotary: RotaryTable | None = None  # None: no rotation
     window: int | None = None  # tokens that a query sees, itself among them; None: all before it
+    has_gates: bool = False  # of attention's results: `qkv` gives each head of queries, and its gates behind it
     convolution: Convolution | None = None  # in place of attention
+    delta: GatedDelta | None = None  # in place of attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +181,8 @@ class Decoder(Protocol):
     ) -> Tensor:
         """Compute the layers, and store their keys, values and states; the embeddings are consumed.
 
-        embeddings [num_tokens, hidden_size], dtype; `states`: of the layers with convolutions, in their order; returns
-        the normalized hidden states [num_outputs, hidden_size] of the batch's output rows, dtype.
+        embeddings [num_tokens, hidden_size], dtype; `states`: of the layers that have them, in their order; returns the
+        normalized hidden states [num_outputs, hidden_size] of the batch's output rows, dtype.
         """
         ...
 
@@ -232,6 +265,20 @@ class Kernels(Protocol):
 
         results [num_rows, num_chosen, size], dtype; weights [num_rows, num_chosen], float32; returns [num_rows, size].
         """
+        ...
+
+    def update_delta(
+        self, inputs: Tensor, delta: GatedDelta, kept: Tensor, matrices: Tensor, rows: StateRows
+    ) -> Tensor:
+        """Compute the delta net, and store the states behind the sequences' tokens.
+
+        inputs [num_tokens, size]; states: kept [num_slots, num_taps - 1, columns of taps], and float32 matrices
+        [num_slots, num_value_heads, key_dim, value_dim]; returns [num_tokens, num_value_heads * value_dim].
+        """
+        ...
+
+    def gate_(self, results: Tensor, gates: Tensor) -> None:
+        """Multiply results [num_tokens, size] by the sigmoids of gates [num_tokens, size], in place."""
         ...
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:

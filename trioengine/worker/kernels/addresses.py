@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from trioengine.core.errors import InvariantError
-from trioengine.worker.kernels import Activation, Convolution, Residual, RMSNorm, RotaryTable
+from trioengine.worker.kernels import Activation, Convolution, GatedDelta, Residual, RMSNorm, RotaryTable
 from trioengine.worker.kernels.batch import StateRows
 
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 ACTIVATIONS: Mapping[Activation, int] = {Activation.SILU: 0, Activation.GELU_TANH: 1}  # as rows.h's
 _ALL_TOKENS = 1 << 62  # as a window
+_MAX_DELTA_DIM = 256  # delta.h's
 
 
 class NormAddress(ctypes.Structure):
@@ -39,6 +40,21 @@ class ConvolutionAddress(ctypes.Structure):
     """convolution.h's Convolution."""
 
     _fields_ = (("weight", _ADDRESS), ("bias", _ADDRESS), ("taps", _COUNT), ("size", _COUNT))
+
+
+class DeltaAddress(ctypes.Structure):
+    """delta.h's Delta."""
+
+    _fields_ = (
+        ("convolution", ConvolutionAddress),
+        ("rates", _ADDRESS),
+        ("time_bias", _ADDRESS),
+        ("norm", NormAddress),
+        ("key_heads", _COUNT),
+        ("value_heads", _COUNT),
+        ("key_dim", _COUNT),
+        ("value_dim", _COUNT),
+    )
 
 
 class StateRowsAddress(ctypes.Structure):
@@ -78,6 +94,24 @@ def convolution_address(convolution: Convolution | None) -> ConvolutionAddress:
         return ConvolutionAddress()
     bias = None if convolution.bias is None else address(convolution.bias, torch.float32)
     return ConvolutionAddress(address(convolution.weight, torch.float32), bias, *convolution.weight.shape)
+
+
+def delta_address(delta: GatedDelta | None) -> DeltaAddress:
+    """The delta net; null: there is none. Raises InvariantError for heads that are too large."""
+    if delta is None:
+        return DeltaAddress()
+    if max(delta.key_dim, delta.value_dim) > _MAX_DELTA_DIM:
+        raise InvariantError(f"heads of {delta.key_dim} and {delta.value_dim} elements in a delta net")
+    return DeltaAddress(
+        convolution_address(Convolution(delta.taps)),
+        address(delta.rates, torch.float32),
+        address(delta.time_bias, torch.float32),
+        norm_address(delta.norm),
+        delta.num_key_heads,
+        delta.num_value_heads,
+        delta.key_dim,
+        delta.value_dim,
+    )
 
 
 def state_rows_address(rows: StateRows | None) -> StateRowsAddress:

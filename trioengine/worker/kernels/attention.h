@@ -114,10 +114,10 @@ class TokensInPlace {
 // and they are merged in their order, so that threads can share a long context and the bits do not depend on it.
 class TileAttention {
   public:
-    TileAttention(const Tile &tile, const Element *queries, int64_t stride, float scale, int64_t window)
+    TileAttention(const Tile &tile, const Element *queries, int64_t stride, int64_t step, float scale, int64_t window)
         : rows_(tile.tokens * GROUP_SIZE), first_(tile.context - tile.tokens), window_(window) {
         for (int r = 0; r < rows_; r++) {
-            const Element *query = queries + r / GROUP_SIZE * stride + r % GROUP_SIZE * HEAD_DIM;
+            const Element *query = queries + r / GROUP_SIZE * stride + r % GROUP_SIZE * step;
             for (int p = 0; p < PARTS; p++) ((Floats *)queries_[r])[p] = load(query + p * LANES, part_size(p)) * scale;
         }
     }
@@ -264,11 +264,22 @@ class TileAttention {
     TokensInPlace in_place_;
 };
 
+// Where the heads of a token lie in its row: queries, each with its gates behind it, if there are any; keys; values.
+struct HeadRow {
+    int64_t kv_heads;
+    bool has_gates;
+
+    int64_t step() const { return has_gates ? 2 * HEAD_DIM : HEAD_DIM; }  // from one head of queries to the next
+    int64_t keys() const { return kv_heads * GROUP_SIZE * step(); }       // where they begin
+    int64_t size() const { return keys() + 2 * kv_heads * HEAD_DIM; }
+};
+
 // All tiles of a step in one layer. heads and out are those of the batch, tables [sequences, width].
 struct Tiles {
     const Tile *tiles;
     int64_t count, kv_heads;
     const Element *heads;
+    HeadRow row;
     LayerCache cache;
     const int64_t *tables;
     int64_t width;
@@ -280,9 +291,7 @@ struct Tiles {
 
     // Of one head of keys and values.
     void attend(const Tile &tile, int64_t head, int64_t first, int64_t last, SegmentSums *sums) const {
-        const int64_t stride = (GROUP_SIZE + 2) * kv_heads * HEAD_DIM;
-        TileAttention attention(tile, heads + tile.row * stride + head * GROUP_SIZE * HEAD_DIM, stride, scale,
-                                window);
+        TileAttention attention(tile, queries(tile, head), row.size(), row.step(), scale, window);
         const HeadCache cached{cache, kv_heads, head, tables + tile.sequence * width};
         SegmentSums next;
         for (int64_t segment = first; segment < last; segment++) {
@@ -293,7 +302,19 @@ struct Tiles {
 
     void write(const Tile &tile, int64_t head, const SegmentSums &sums) const {
         const int64_t stride = GROUP_SIZE * kv_heads * HEAD_DIM;
-        sums.write(tile, out + tile.row * stride + head * GROUP_SIZE * HEAD_DIM, stride);
+        Element *to = out + tile.row * stride + head * GROUP_SIZE * HEAD_DIM;
+        sums.write(tile, to, stride);
+        if (!row.has_gates) return;
+        const Element *gates = queries(tile, head) + HEAD_DIM;
+        for (int r = 0; r < rows(tile); r++) {
+            const int64_t token = r / GROUP_SIZE, query = r % GROUP_SIZE;
+            gate_row(to + token * stride + query * HEAD_DIM, gates + token * row.size() + query * row.step(), HEAD_DIM);
+        }
+    }
+
+    // Of one head of keys and values.
+    const Element *queries(const Tile &tile, int64_t head) const {
+        return heads + tile.row * row.size() + head * GROUP_SIZE * row.step();
     }
 
     static int rows(const Tile &tile) { return int(tile.tokens) * GROUP_SIZE; }

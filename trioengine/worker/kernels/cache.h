@@ -80,9 +80,8 @@ inline void store_head(const Element *from, int step, int8_t *to, float *scale) 
     *scale = is_finite ? most / 127.0f : NAN;
 }
 
-// The keys and values behind a token's queries, to its slot.
-inline void store_token(const Element *heads, int64_t kv_heads, int64_t slot, const LayerCache &cache) {
-    const Element *from = heads + kv_heads * GROUP_SIZE * HEAD_DIM;
+// A token's keys, and the values behind them, to its slot.
+inline void store_token(const Element *from, int64_t kv_heads, int64_t slot, const LayerCache &cache) {
     const int64_t place = slot % BLOCK_SIZE;
     for (int64_t h = 0; h < 2 * kv_heads; h++, from += HEAD_DIM) {
         const int64_t block = (slot / BLOCK_SIZE * 2 * kv_heads + h) * BLOCK_SIZE;

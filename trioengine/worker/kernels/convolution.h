@@ -1,4 +1,4 @@
-// Gated convolutions over the tokens of sequences, in each column by itself, and the states that they leave behind.
+// Convolutions over the tokens of sequences, in each column by itself, and the states that they leave behind.
 
 #pragma once
 
@@ -30,60 +30,81 @@ inline Floats rounded(Floats v, bfloat16) {
     return widened(halves);
 }
 
-// The products `b * x` of a sequence's tokens: those of the step, and before them those in its state.
-class Products {
+// The rows of a convolution in a sequence: those of the step, and before them those in its state.
+template <bool IS_GATED>
+class Past {
   public:
-    // `inputs`: [tokens, 3 * size], b, c and x; `states`: [slots, taps - 1, size].
-    Products(const Convolution &convolution, const Element *inputs, Element *states, const StateRows &rows, int64_t sequence)
-        : size_(convolution.size), kept_(convolution.taps - 1), first_(rows.first_rows[sequence]), inputs_(inputs),
-          state_(states + rows.slots[sequence] * kept_ * size_) {}
+    // `inputs`: [tokens, width], where the columns are the first, or, if they are gated, the products of b and x in rows
+    // of b, c and x. `states`: [slots, taps - 1, size].
+    Past(const Convolution &convolution, const Element *inputs, int64_t width, const Element *states,
+         const StateRows &rows, int64_t sequence)
+        : convolution_(convolution), kept_(convolution.taps - 1), width_(width), first_(rows.first_rows[sequence]),
+          inputs_(inputs), state_(states + rows.slots[sequence] * kept_ * convolution.size) {}
 
     Floats at(int64_t row, int64_t i, int count) const {
-        if (row < first_) return load(state_ + (row - first_ + kept_) * size_ + i, count);
-        const Element *b = inputs_ + row * 3 * size_ + i;
-        return rounded(load(b, count) * load(b + 2 * size_, count), Element{});
+        if (row < first_) return load(state_ + (row - first_ + kept_) * convolution_.size + i, count);
+        const Element *x = inputs_ + row * width_ + i;
+        if constexpr (IS_GATED)
+            return rounded(load(x, count) * load(x + 2 * convolution_.size, count), Element{});
+        else
+            return load(x, count);
+    }
+
+    // The sum over the taps.
+    Floats convolved(int64_t row, int64_t i, int count) const {
+        const Convolution &c = convolution_;
+        Floats sum{};
+        for (int64_t tap = 0; tap < c.taps; tap++)
+            sum += at(row - c.taps + 1 + tap, i, count) * load(c.weight + tap * c.size + i, count);
+        if (c.bias != nullptr) sum += load(c.bias + i, count);
+        return sum;
     }
 
     // Stores the state behind the row before `end`, in the sequence's own slot or in another.
     void store(int64_t end, Element *to) const {
         for (int64_t kept = 0; kept < kept_; kept++)
-            for_lanes(size_, [&](int64_t i, int count) {
-                store_lanes(to + kept * size_ + i, at(end - kept_ + kept, i, count), count);
+            for_lanes(convolution_.size, [&](int64_t i, int count) {
+                store_lanes(to + kept * convolution_.size + i, at(end - kept_ + kept, i, count), count);
             });
     }
 
   private:
-    const int64_t size_, kept_, first_;
+    const Convolution &convolution_;
+    const int64_t kept_, width_, first_;
     const Element *inputs_, *state_;
 };
 
-inline void convolve_row(const Convolution &c, const Element *inputs, Element *states, const StateRows &rows, int64_t row,
-                         Element *out) {
-    const Products products(c, inputs, states, rows, rows.sequence_of[row]);
-    const Element *gates = inputs + (row * 3 + 1) * c.size;
-    for_lanes(c.size, [&](int64_t i, int count) {
-        Floats sum{};
-        for (int64_t tap = 0; tap < c.taps; tap++)
-            sum += products.at(row - c.taps + 1 + tap, i, count) * load(c.weight + tap * c.size + i, count);
-        if (c.bias != nullptr) sum += load(c.bias + i, count);
-        store_lanes(out + i, sum * load(gates + i, count), count);
-    });
-}
+// All threads of the region call the functions below, share the rows, and wait for the last one.
 
-// All threads of the region call it, share the rows, and wait for the last one. out [tokens, size].
-inline void convolve(const Convolution &c, const Element *inputs, int64_t tokens, Element *states, const StateRows &rows,
-                     Element *out) {
+// Stores the states of all sequences, once no thread reads them any more.
+template <bool IS_GATED>
+void store_past(const Convolution &c, const Element *inputs, int64_t width, Element *states, const StateRows &rows) {
     const int64_t state_size = (c.taps - 1) * c.size;
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < tokens; t++) convolve_row(c, inputs, states, rows, t, out + t * c.size);
 #pragma omp for schedule(static)
     for (int64_t s = 0; s < rows.num_saves; s++) {
         const int64_t sequence = rows.saves[s * 3], end = rows.first_rows[sequence] + rows.saves[s * 3 + 1];
-        Products(c, inputs, states, rows, sequence).store(end, states + rows.saves[s * 3 + 2] * state_size);
+        const Past<IS_GATED> past(c, inputs, width, states, rows, sequence);
+        past.store(end, states + rows.saves[s * 3 + 2] * state_size);
     }
 #pragma omp for schedule(static)
-    for (int64_t s = 0; s < rows.sequences; s++)
-        Products(c, inputs, states, rows, s).store(rows.first_rows[s + 1], states + rows.slots[s] * state_size);
+    for (int64_t s = 0; s < rows.sequences; s++) {
+        const Past<IS_GATED> past(c, inputs, width, states, rows, s);
+        past.store(rows.first_rows[s + 1], states + rows.slots[s] * state_size);
+    }
+}
+
+// inputs [tokens, 3 * size]; out [tokens, size].
+inline void convolve(const Convolution &c, const Element *inputs, int64_t tokens, Element *states, const StateRows &rows,
+                     Element *out) {
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < tokens; t++) {
+        const Past<true> past(c, inputs, 3 * c.size, states, rows, rows.sequence_of[t]);
+        const Element *gates = inputs + (t * 3 + 1) * c.size;
+        for_lanes(c.size, [&](int64_t i, int count) {
+            store_lanes(out + t * c.size + i, past.convolved(t, i, count) * load(gates + i, count), count);
+        });
+    }
+    store_past<true>(c, inputs, 3 * c.size, states, rows);
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 #include <chrono>
 
 #include "attention.h"
-#include "convolution.h"
+#include "delta.h"
 #include "experts.h"
 
 namespace {
@@ -16,8 +16,10 @@ struct Layer {
     Experts experts;
     Norm query_norm, key_norm;
     Rotary rotary;
-    int64_t window;                   // tokens that a query sees, itself among them
-    Convolution convolution;          // in place of attention
+    int64_t window;                       // tokens that a query sees, itself among them
+    int64_t has_gates;                    // of attention's results
+    Convolution convolution;              // in place of attention
+    Delta delta;                          // in place of attention
     Residual after_attention, after_mlp;  // the latter with the next layer's norm, or the last one
 };
 
@@ -37,7 +39,7 @@ struct Step {
     const int64_t *tables;  // [sequences, width]
     int64_t width;
     const LayerCache *caches;    // one for each layer with keys and values
-    Element *const *states;      // one for each layer with a convolution: [slots, taps - 1, size]
+    void *const *states;         // [slots, …]: one for each layer with a convolution, two for one with a delta net
     StateRows state_rows;
     const int64_t *output_rows;  // [outputs]: the tokens that go through all of the last layer
     int64_t outputs;
@@ -49,7 +51,7 @@ struct Step {
 struct Scratch {
     Inputs inputs;
     float *hidden, *selected;  // [tokens, size]; of the output rows, as the last layer leaves them
-    Element *wide;             // queries, keys and values; inputs of a convolution; gates and what they multiply
+    Element *wide;             // queries, keys and values; inputs beside states; gates and what they multiply
     Element *narrow;           // the results that are prepared for the next product
     Routes routes;             // of a decoder with experts
     SegmentSums *sums;         // [num_tiles, kv_heads, segments]; null: each tile's context is read by one thread
@@ -57,7 +59,7 @@ struct Scratch {
     int64_t *times;            // the nanoseconds of each operation in all layers, added up; null: not measured
 };
 
-enum Operation { NORMS, QKV, ATTENTION, CONVOLUTION, OUTPUT, GATE_UP, ACTIVATION, DOWN, ROUTER, ROUTING };
+enum Operation { NORMS, QKV, ATTENTION, CONVOLUTION, DELTA, OUTPUT, GATE_UP, ACTIVATION, DOWN, ROUTER, ROUTING };
 
 // Each thread has one; the first thread's times count.
 class Watch {
@@ -95,24 +97,52 @@ void add_rows(float *hidden, Element *delta, const Residual &residual, int64_t r
     }
 }
 
+// All queries of a token together, or each head by itself, as where gates lie between them.
+void norm_queries(Element *heads, int64_t queries, const HeadRow &row, const Norm &norm) {
+    if (!norm.is_there()) return;
+    if (!row.has_gates) return norm_parts(heads, queries * HEAD_DIM, norm);
+    for (int64_t h = 0; h < queries; h++) norm_parts(heads + h * row.step(), HEAD_DIM, norm);
+}
+
 void attend(const Decoder &d, const Layer &layer, const Step &s, const LayerCache &cache, const Scratch &scratch) {
-    const int64_t queries = GROUP_SIZE * d.kv_heads, all_heads = queries + 2 * d.kv_heads;
+    const int64_t queries = GROUP_SIZE * d.kv_heads;
+    const HeadRow row{d.kv_heads, layer.has_gates != 0};
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < s.tokens; t++) {
-        Element *heads = scratch.wide + t * all_heads * HEAD_DIM, *keys = heads + queries * HEAD_DIM;
-        if (layer.query_norm.is_there()) norm_parts(heads, queries * HEAD_DIM, layer.query_norm);
+        Element *heads = scratch.wide + t * row.size(), *keys = heads + row.keys();
+        norm_queries(heads, queries, row, layer.query_norm);
         if (layer.key_norm.is_there()) norm_parts(keys, d.kv_heads * HEAD_DIM, layer.key_norm);
-        if (layer.rotary.table != nullptr)
-            for (int64_t h = 0; h < queries + d.kv_heads; h++)
-                rotate_head(heads + h * HEAD_DIM, layer.rotary.size, layer.rotary.at(s.positions[t]));
-        store_token(heads, d.kv_heads, s.slots[t], cache);
+        if (layer.rotary.table != nullptr) {
+            const Element *cosines = layer.rotary.at(s.positions[t]);
+            for (int64_t h = 0; h < queries; h++) rotate_head(heads + h * row.step(), layer.rotary.size, cosines);
+            for (int64_t h = 0; h < d.kv_heads; h++) rotate_head(keys + h * HEAD_DIM, layer.rotary.size, cosines);
+        }
+        store_token(keys, d.kv_heads, s.slots[t], cache);
     }
-    const Tiles tiles{s.tiles, s.num_tiles, d.kv_heads, scratch.wide,   cache, s.tables, s.width,
+    const Tiles tiles{s.tiles, s.num_tiles, d.kv_heads, scratch.wide,   row, cache, s.tables, s.width,
                       d.scale, layer.window, scratch.narrow};
     if (scratch.sums == nullptr)
         attend_tiles(tiles);
     else
         attend_segments(tiles, scratch.segments, scratch.sums);
+}
+
+// `cache` and `states` go on to those of the next layer.
+Operation mix(const Decoder &d, const Layer &layer, const Step &s, const LayerCache *&cache, void *const *&states,
+              const Scratch &scratch) {
+    if (layer.convolution.is_there()) {
+        auto *kept = static_cast<Element *>(*states++);
+        convolve(layer.convolution, scratch.wide, s.tokens, kept, s.state_rows, scratch.narrow);
+        return CONVOLUTION;
+    }
+    if (layer.delta.is_there()) {
+        auto *kept = static_cast<Element *>(*states++);
+        auto *matrices = static_cast<float *>(*states++);
+        update_delta(layer.delta, scratch.wide, kept, matrices, s.state_rows, scratch.narrow);
+        return DELTA;
+    }
+    attend(d, layer, s, *cache++, scratch);
+    return ATTENTION;
 }
 
 // The last layer goes on with the output rows alone: the others are needed for their keys, values and states only.
@@ -197,7 +227,7 @@ void decode_layers(const Decoder &d, const Step &s, Scratch &scratch) {
     const int64_t size = d.layers[0].qkv.inputs;
     const Inputs &x = scratch.inputs;
     const LayerCache *cache = s.caches;
-    Element *const *states = s.states;
+    void *const *states = s.states;
     Watch watch(scratch.times);
     clear(scratch.hidden, s.tokens, size);
     add_rows(scratch.hidden, s.delta, {{}, 1.0f, d.norm}, s.tokens, size, scratch.narrow, &d.layers[0].qkv, scratch);
@@ -209,13 +239,9 @@ void decode_layers(const Decoder &d, const Step &s, Scratch &scratch) {
         float *hidden = is_last ? scratch.selected : scratch.hidden;
         product(x, layer.qkv, s.tokens, scratch.wide);
         watch.lap(QKV);
-        const bool convolves = layer.convolution.is_there();
-        if (convolves)
-            convolve(layer.convolution, scratch.wide, s.tokens, *states++, s.state_rows, scratch.narrow);
-        else
-            attend(d, layer, s, *cache++, scratch);
+        const Operation mixer = mix(d, layer, s, cache, states, scratch);
         prepare_mixed(s, is_last, rows, size, layer.output, scratch);
-        watch.lap(convolves ? CONVOLUTION : ATTENTION);
+        watch.lap(mixer);
         product(x, layer.output, rows, s.delta);
         watch.lap(OUTPUT);
         const Weight &next = layer.experts.are_there() ? layer.experts.router : layer.gate_up;

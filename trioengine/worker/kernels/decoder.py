@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import count
 
 import torch
@@ -32,15 +33,15 @@ class LayerByLayer:
         self, embeddings: Tensor, batch: ForwardBatch, attention: Attention, states: StateCache | None = None
     ) -> Tensor:
         kernels, weights = self._kernels, self._weights
-        kv_layers, state_layers = count(), iter(states.layers if states is not None else ())
+        kv_layers, parts = count(), iter(states.parts if states is not None else ())
         hidden = torch.zeros_like(embeddings, dtype=torch.float32)
         normed = kernels.add(hidden, embeddings, Residual(weights.layers[0].attention_norm))
         for layer, (after_attention, after_mlp) in zip(weights.layers, weights.residuals(), strict=True):
-            mixed = layer.qkv(normed)
-            if layer.convolution is None:
-                mixed = self._attend(next(kv_layers), layer, mixed, batch, attention)
+            inputs = layer.qkv(normed)
+            if has_states(layer):
+                mixed = self._with_states(layer, inputs, batch, parts)
             else:
-                mixed = kernels.convolve(mixed, layer.convolution, next(state_layers), state_rows(batch))
+                mixed = self._attend(next(kv_layers), layer, inputs, batch, attention)
             if layer is weights.layers[-1]:  # its other rows are needed for their keys, values and states only
                 hidden, mixed = (rows.index_select(0, batch.output_rows) for rows in (hidden, mixed))
             normed = kernels.add(hidden, layer.output(mixed), after_attention)
@@ -61,12 +62,22 @@ class LayerByLayer:
             results[places] = self._multiply(experts.mlps[expert], x[places.any(dim=1)])
         return self._kernels.mix(results, weights)
 
+    def _with_states(self, layer: DecoderLayer, inputs: Tensor, batch: ForwardBatch, parts: Iterator[Tensor]) -> Tensor:
+        """`parts`: of the states, from the layer's on."""
+        rows = state_rows(batch)
+        if layer.delta is not None:
+            return self._kernels.update_delta(inputs, layer.delta, next(parts), next(parts), rows)
+        if layer.convolution is not None:
+            return self._kernels.convolve(inputs, layer.convolution, next(parts), rows)
+        raise InvariantError("a layer of attention has no states")
+
     def _attend(
         self, index: int, layer: DecoderLayer, qkv: Tensor, batch: ForwardBatch, attention: Attention
     ) -> Tensor:
         """`index`: among the layers with keys and values."""
         config, kernels = self._config, self._kernels
         queries, both = config.num_heads, config.num_heads + config.num_kv_heads
+        qkv, gates = self._separated(layer, qkv)
         heads = qkv.view(-1, both + config.num_kv_heads, config.head_dim)
         if layer.query_norm is not None:
             kernels.norm_heads_(heads, 0, queries, layer.query_norm)
@@ -74,7 +85,24 @@ class LayerByLayer:
             kernels.norm_heads_(heads, queries, both, layer.key_norm)
         if layer.rotary is not None:
             kernels.rotate_(heads, both, layer.rotary, batch.positions)
-        return attention.forward(index, heads, self._weights.attention_scale, layer.window)
+        results = attention.forward(index, heads, self._weights.attention_scale, layer.window)
+        if gates is not None:
+            kernels.gate_(results, gates)
+        return results
+
+    def _separated(self, layer: DecoderLayer, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Queries, keys and values; and the gates that lie behind each head of queries, if there are any."""
+        if not layer.has_gates:
+            return qkv, None
+        queries, size = self._config.num_heads, self._config.head_dim
+        pairs = qkv[:, : 2 * queries * size].view(-1, queries, 2, size)
+        keys_values = qkv[:, 2 * queries * size :]
+        return torch.cat([pairs[:, :, 0].flatten(1), keys_values], dim=1), pairs[:, :, 1].flatten(1)
+
+
+def has_states(layer: DecoderLayer) -> bool:
+    """Whether the layer has states in place of keys and values."""
+    return layer.convolution is not None or layer.delta is not None
 
 
 def state_rows(batch: ForwardBatch) -> StateRows:

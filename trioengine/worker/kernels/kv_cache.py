@@ -13,6 +13,7 @@ from torch import Tensor
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.hub.model_config import TextConfig
+from trioengine.worker.kernels.state_cache import dtype_of
 from trioengine.worker.scheduling.sequence import BlockCopy
 
 _CPU_SHARE = 4  # a quarter of the free memory,
@@ -119,7 +120,7 @@ def size_caches(
     Slots are for all sequences of a step, as many states that the prefix cache keeps, and padding, if these take no
     more than half of the memory.
     """
-    per_slot = sum(map(math.prod, model.state_shapes)) * dtype.itemsize
+    per_slot = sum(math.prod(part.shape) * dtype_of(part, dtype).itemsize for part in model.state_parts)
     most_slots = 2 * config.max_num_seqs + 1 if per_slot else 0
     if config.kv_blocks is not None:
         return config.kv_blocks, most_slots if config.state_slots is None else config.state_slots

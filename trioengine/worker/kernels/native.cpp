@@ -13,16 +13,17 @@ extern "C" {
 
 // heads [tokens, (group_size + 2) * kv_heads, head_dim].
 void store(const Element *heads, int64_t tokens, int64_t kv_heads, const int64_t *slots, const LayerCache *cache) {
-    const int64_t width = (GROUP_SIZE + 2) * kv_heads * HEAD_DIM;
+    const HeadRow row{kv_heads, false};
 #pragma omp parallel for schedule(static) if (tokens > 1)
-    for (int64_t t = 0; t < tokens; t++) store_token(heads + t * width, kv_heads, slots[t], *cache);
+    for (int64_t t = 0; t < tokens; t++)
+        store_token(heads + t * row.size() + row.keys(), kv_heads, slots[t], *cache);
 }
 
 // tables [sequences, width]; out [tokens, group_size * kv_heads, head_dim].
 void attend(const Element *heads, int64_t kv_heads, const LayerCache *cache, const int64_t *tables, int64_t width,
             const Tile *tiles, int64_t num_tiles, float scale, int64_t window, Element *out) {
 #pragma omp parallel
-    attend_tiles({tiles, num_tiles, kv_heads, heads, *cache, tables, width, scale, window, out});
+    attend_tiles({tiles, num_tiles, kv_heads, heads, {kv_heads, false}, *cache, tables, width, scale, window, out});
 }
 
 // Bytes of the sums of a tile over a segment.
@@ -52,6 +53,19 @@ void convolve(const Convolution *convolution, const Element *inputs, int64_t tok
               const StateRows *rows, Element *out) {
 #pragma omp parallel
     convolve(*convolution, inputs, tokens, states, *rows, out);
+}
+
+// Of delta.h's shapes.
+void update_delta(const Delta *delta, const Element *inputs, Element *kept, float *matrices, const StateRows *rows,
+                  Element *out) {
+#pragma omp parallel
+    update_delta(*delta, inputs, kept, matrices, *rows, out);
+}
+
+// results and gates [rows, size].
+void gate(Element *results, const Element *gates, int64_t rows, int64_t size) {
+#pragma omp parallel for schedule(static) if (rows > 1)
+    for (int64_t r = 0; r < rows; r++) gate_row(results + r * size, gates + r * size, size);
 }
 
 void gated(const Element *gate_up, int64_t rows, int64_t size, Activation activation, Element *out) {

@@ -15,12 +15,14 @@ from trioengine.worker.kernels import Attention, DecoderLayer, DecoderWeights, G
 from trioengine.worker.kernels.addresses import (
     ACTIVATIONS,
     ConvolutionAddress,
+    DeltaAddress,
     NormAddress,
     ResidualAddress,
     RotaryAddress,
     StateRowsAddress,
     address,
     convolution_address,
+    delta_address,
     norm_address,
     residual_address,
     rotary_address,
@@ -28,7 +30,7 @@ from trioengine.worker.kernels.addresses import (
     window_size,
 )
 from trioengine.worker.kernels.batch import ForwardBatch
-from trioengine.worker.kernels.decoder import state_rows
+from trioengine.worker.kernels.decoder import has_states, state_rows
 from trioengine.worker.kernels.native_attention import NativeAttention
 from trioengine.worker.kernels.native_experts import ExpertsAddress, NativeExperts, RoutesAddress, reserve_routes
 from trioengine.worker.kernels.products import InputsAddress, NativeLinear, Profile, WeightAddress
@@ -38,7 +40,7 @@ _MOST_SUMS = 64 << 20  # bytes of the segments' sums
 _UNITS_A_THREAD = 8  # tiles and heads; with fewer, threads share the segments of contexts, lest one waits for another
 _WEIGHTS = ("qkv", "output", "gate_up", "down")
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_OF_ALL = ("norms", "qkv", "attention", "convolution", "output", "gate_up", "activation", "down")
+_OF_ALL = ("norms", "qkv", "attention", "convolution", "delta", "output", "gate_up", "activation", "down")
 _OF_EXPERTS = ("router", "routing")
 OPERATIONS = (*_OF_ALL, *_OF_EXPERTS)  # as decoder.h's
 FUNCTIONS: Mapping[str, tuple[type, ...]] = {"decode": (_ADDRESS, _ADDRESS, _ADDRESS)}
@@ -55,7 +57,9 @@ class _Layer(ctypes.Structure):
         ("key_norm", NormAddress),
         ("rotary", RotaryAddress),
         ("window", _COUNT),
+        ("has_gates", _COUNT),
         ("convolution", ConvolutionAddress),
+        ("delta", DeltaAddress),
         ("after_attention", ResidualAddress),
         ("after_mlp", ResidualAddress),
     )
@@ -143,6 +147,13 @@ class _Widths:
         self.inputs = max((product.in_features for product in products), default=0)
 
 
+def _state_dtypes(layer: DecoderLayer, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes of the parts of a layer's state, in a model of `dtype`."""
+    if layer.delta is not None:
+        return dtype, torch.float32
+    return () if layer.convolution is None else (dtype,)
+
+
 class NativeDecoder:
     """The results have the same bits as LayerByLayer's. For one thread at a time."""
 
@@ -152,7 +163,8 @@ class NativeDecoder:
         self._layer_products = products = [_Products(layer) for layer in weights.layers]
         self._products = products[0].of_all["qkv"].products
         self._head_dim = config.head_dim
-        self._num_states = sum(layer.convolution is not None for layer in weights.layers)
+        self._num_kv_layers = sum(not has_states(layer) for layer in weights.layers)
+        self._state_dtypes = [dtype for layer in weights.layers for dtype in _state_dtypes(layer, self._products.dtype)]
         self._layers = (_Layer * len(products))(*map(self._layer, weights.layers, products, weights.residuals()))
         self._decoder = _Decoder(
             ctypes.addressof(self._layers),
@@ -176,10 +188,8 @@ class NativeDecoder:
         rows, dtype = batch.output_rows, self._products.dtype
         if len(rows) > tokens:
             raise InvariantError(f"a batch of {tokens} tokens has {len(rows)} output rows")
-        if len(attention.caches) != len(self._layers) - self._num_states:
-            raise InvariantError(
-                f"a KV cache of {len(attention.caches)} layers for {len(self._layers)}, {self._num_states} with states"
-            )
+        if len(attention.caches) != self._num_kv_layers:
+            raise InvariantError(f"a KV cache of {len(attention.caches)} layers for {self._num_kv_layers}")
         state_addresses = self._state_addresses(states)
         result = embeddings.new_empty((len(rows), size))
         step = _Step(
@@ -192,7 +202,7 @@ class NativeDecoder:
             attention.tables.shape[1],
             ctypes.addressof(attention.caches),
             ctypes.addressof(state_addresses),
-            state_rows_address(state_rows(batch) if self._num_states else None),
+            state_rows_address(state_rows(batch) if self._state_dtypes else None),
             address(rows, torch.int64),
             len(rows),
             address(embeddings, dtype),
@@ -207,22 +217,26 @@ class NativeDecoder:
         return result
 
     def _state_addresses(self, states: StateCache | None) -> ctypes.Array[ctypes.c_void_p]:
-        """The states of each layer that has them."""
-        layers = [] if states is None else states.layers
-        if len(layers) != self._num_states:
-            raise InvariantError(f"states of {len(layers)} layers for {self._num_states}")
-        return (_ADDRESS * len(layers))(*(address(layer, self._products.dtype) for layer in layers))
+        """The parts of the states, layer by layer."""
+        parts, dtypes = [] if states is None else states.parts, self._state_dtypes
+        if len(parts) != len(dtypes):
+            raise InvariantError(f"{len(parts)} parts of states for {len(dtypes)}")
+        return (_ADDRESS * len(parts))(*map(address, parts, dtypes))
 
     def _layer(self, layer: DecoderLayer, products: _Products, residuals: tuple[Residual, Residual]) -> _Layer:
         if layer.rotary is not None and layer.rotary.size > self._head_dim:
             raise InvariantError(f"a rotation of {layer.rotary.size} elements for heads of {self._head_dim}")
+        if layer.has_gates and layer.query_norm is not None and len(layer.query_norm.weight) > self._head_dim:
+            raise InvariantError("a norm of all queries together, between which gates lie")
         return _Layer(
             *products.addresses,
             norm_address(layer.query_norm),
             norm_address(layer.key_norm),
             rotary_address(layer.rotary, self._products.dtype),
             window_size(layer.window),
+            layer.has_gates,
             convolution_address(layer.convolution),
+            delta_address(layer.delta),
             *map(residual_address, residuals),
         )
 

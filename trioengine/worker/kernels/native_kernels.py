@@ -18,6 +18,7 @@ from trioengine.worker.kernels import (
     Convolution,
     Decoder,
     DecoderWeights,
+    GatedDelta,
     Residual,
     RMSNorm,
     RotaryTable,
@@ -29,6 +30,7 @@ from trioengine.worker.kernels.addresses import (
     ACTIVATIONS,
     address,
     convolution_address,
+    delta_address,
     norm_address,
     residual_address,
     rotary_address,
@@ -57,6 +59,8 @@ _FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "norm_heads": (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS),
     "rotate": (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS, _ADDRESS),
     "convolve": (_ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _ADDRESS),
+    "update_delta": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    "gate": (_ADDRESS, _ADDRESS, _COUNT, _COUNT),
     "gated": (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS),
     "store": (_ADDRESS, _COUNT, _COUNT, _ADDRESS, _ADDRESS),
     "attend": (_ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _COUNT, _FLOAT, _COUNT, _ADDRESS),
@@ -163,6 +167,23 @@ class NativeKernels:
         from_, by = address(results, self.dtype), address(weights, torch.float32)
         self.native.mix(from_, places.data_ptr(), by, rows, chosen, size, mixed.data_ptr())
         return mixed
+
+    def update_delta(
+        self, inputs: Tensor, delta: GatedDelta, kept: Tensor, matrices: Tensor, rows: StateRows
+    ) -> Tensor:
+        result = inputs.new_empty((len(inputs), delta.num_value_heads * delta.value_dim))
+        self.native.update_delta(
+            ctypes.byref(delta_address(delta)),
+            address(inputs, self.dtype),
+            address(kept, self.dtype),
+            address(matrices, torch.float32),
+            ctypes.byref(state_rows_address(rows)),
+            result.data_ptr(),
+        )
+        return result
+
+    def gate_(self, results: Tensor, gates: Tensor) -> None:
+        self.native.gate(address(results, self.dtype), address(gates, self.dtype), *results.shape)
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
         caches = self._caches.get(cache)

@@ -100,6 +100,13 @@ inline Floats activated(Floats x, Activation activation) {
     return x / (1.0f + exponential(-inside));
 }
 
+// x becomes x times the sigmoids of gates.
+inline void gate_row(Element *x, const Element *gates, int64_t size) {
+    for_lanes(size, [&](int64_t i, int count) {
+        store_lanes(x + i, load(x + i, count) / (1.0f + exponential(-load(gates + i, count))), count);
+    });
+}
+
 // Gates, and behind them as many to be multiplied.
 inline void gated_row(const Element *gates, int64_t size, Activation activation, Element *out) {
     for_lanes(size, [&](int64_t i, int count) {

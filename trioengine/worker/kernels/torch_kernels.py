@@ -19,6 +19,7 @@ from trioengine.worker.kernels import (
     Convolution,
     Decoder,
     DecoderWeights,
+    GatedDelta,
     Residual,
     RMSNorm,
     RotaryTable,
@@ -26,6 +27,7 @@ from trioengine.worker.kernels import (
 from trioengine.worker.kernels.batch import ForwardBatch, StateRows
 from trioengine.worker.kernels.decoder import LayerByLayer
 from trioengine.worker.kernels.kv_cache import KVCache, dequantized, quantized
+from trioengine.worker.kernels.torch_states import Past, update_delta
 
 
 class TorchKernels:
@@ -62,24 +64,12 @@ class TorchKernels:
         return activated.mul_(up)
 
     def convolve(self, inputs: Tensor, convolution: Convolution, states: Tensor, rows: StateRows) -> Tensor:
-        """Each sequence's state is put before its products, so that taps are rows at fixed distances."""
         b, c, x = inputs.chunk(3, dim=1)
-        products, num_kept = b * x, states.shape[1]
-        before = torch.arange(num_kept, device=x.device)
-        first_rows, last_rows = rows.first_rows[:-1], rows.first_rows[1:]
-        moved = num_kept * torch.arange(1, len(rows.slots) + 1, device=x.device)  # rows of states before each sequence
-        places = torch.arange(len(x), device=x.device) + moved[rows.sequences]
-        known = x.new_empty((len(x) + num_kept * len(rows.slots), x.shape[1]))
-        known[(first_rows + moved - num_kept)[:, None] + before] = states[rows.slots]
-        known[places] = products
-        result = torch.zeros_like(x, dtype=torch.float32)
-        for age, weight in enumerate(convolution.weight.flip(0)):
-            result += known[places - age].float() * weight
+        known = Past(b * x, states, rows)
+        result = known.convolved(convolution.weight)
         if convolution.bias is not None:
             result += convolution.bias
-        saved, num_tokens, slots = rows.saves.unbind(1)
-        states[slots] = known[(first_rows[saved] + moved[saved] + num_tokens - num_kept)[:, None] + before]
-        states[rows.slots] = known[(last_rows + moved - num_kept)[:, None] + before]
+        known.store(states)
         return (result * c.float()).to(x.dtype)
 
     def route(self, scores: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
@@ -89,6 +79,14 @@ class TorchKernels:
 
     def mix(self, results: Tensor, weights: Tensor) -> Tensor:
         return (results * weights.unsqueeze(-1)).sum(dim=1).to(results.dtype)
+
+    def update_delta(
+        self, inputs: Tensor, delta: GatedDelta, kept: Tensor, matrices: Tensor, rows: StateRows
+    ) -> Tensor:
+        return update_delta(inputs, delta, kept, matrices, rows)
+
+    def gate_(self, results: Tensor, gates: Tensor) -> None:
+        results.mul_(torch.sigmoid(gates))
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
         return TorchAttention(batch, cache, self._num_heads, self._dtype)

@@ -25,7 +25,7 @@ class Gemma3Model(LlamaModel):
         window = self.config.windows[index]
 
         def norm(name: str) -> RMSNorm:
-            return _add_one(reader.norm(name))
+            return add_one(reader.norm(name))
 
         return DecoderLayer(
             qkv=reader.qkv(),
@@ -44,7 +44,7 @@ class Gemma3Model(LlamaModel):
     def decoder_weights(self, layers: list[DecoderLayer], norm: RMSNorm) -> DecoderWeights:
         return DecoderWeights(
             layers,
-            _add_one(norm),
+            add_one(norm),
             attention_scale=self.config.query_pre_attn_scalar**-0.5,
             activation=Activation.GELU_TANH,
         )
@@ -55,7 +55,8 @@ class Gemma3Model(LlamaModel):
         return embeddings.mul_(scale)
 
 
-def _add_one(norm: RMSNorm) -> RMSNorm:
+def add_one(norm: RMSNorm) -> RMSNorm:
+    """Return the norm whose weight is 1 more."""
     norm.weight.add_(1.0)
     return norm
 

@@ -13,7 +13,7 @@ class Lfm2Model(LlamaModel):
     last_norm = "embedding_norm"
 
     def read_layer(self, index: int, reader: LayerReader) -> DecoderLayer:
-        convolves = self.config.convolves[index]
+        convolves = not self.config.attends[index]
         mixer = reader.below("conv." if convolves else "self_attn.")
         return DecoderLayer(
             qkv=mixer.linear("in_proj") if convolves else reader.qkv(),

@@ -92,8 +92,8 @@ class ModelSpec:
 
     def allocate_caches(self) -> tuple[KVCache, StateCache | None]:
         """The KV cache, and that of states, if the model has any; ModelError where the memory cannot be had."""
-        shapes = self.model.text.state_shapes
-        states = StateCache(shapes, self.num_state_slots, self.dtype, self.device) if shapes else None
+        parts = self.model.text.state_parts
+        states = StateCache(parts, self.num_state_slots, self.dtype, self.device) if parts else None
         return KVCache(self.layout, self.num_blocks, self.model.text.num_kv_layers, self.device), states
 
 
