@@ -78,6 +78,7 @@ QWEN35 = {
     "linear_value_head_dim": 8,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
+SEED_OSS = {"model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"]}
 MAX_MODEL_LEN = {"phi3-short": 180}  # of a text whose frequencies are those of short ones
 WINDOWS = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -147,6 +148,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "norm_topk_prob": True,
         "tie_word_embeddings": True,
+    },
+    "seed_oss": {**SEED_OSS, "head_dim": 8, "num_key_value_heads": 3, "attention_out_bias": True, "mlp_bias": True},
+    "seed_oss-tied": {
+        **SEED_OSS,
+        "head_dim": 20,
+        "num_attention_heads": 4,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e7,
     },
     "gemma3": GEMMA3,
     "gemma3-scaled": {

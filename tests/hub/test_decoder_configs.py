@@ -24,6 +24,7 @@ COUNT = "must be an integer from 1 to 2147483647"
 LAYER_TYPES = "layer_types must be 4 of full_attention, sliding_attention"
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SHORT, LONG = [1.0, 1.5, 2.0, 3.0], [2.0, 4.0, 8.0, 16.0]
+ABSENT = {"num_key_value_heads": ..., "head_dim": ...}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 24}
 
 
@@ -123,6 +124,10 @@ def test_defaults_are_those_of_transformers():
     moe, olmoe = read("qwen3_moe", num_key_value_heads=...), read("olmoe", num_key_value_heads=...)
     assert (moe.num_kv_heads, moe.head_dim, moe.num_experts_per_tok, moe.norm_topk_prob) == (4, 8, 8, False)
     assert (olmoe.num_kv_heads, olmoe.num_experts_per_tok, olmoe.norm_topk_prob) == (4, 8, False)
+    seed, nulls = read("seed_oss", num_attention_heads=8, **ABSENT), read("seed_oss", **dict.fromkeys(ABSENT))
+    assert (seed.num_kv_heads, seed.head_dim, nulls.num_kv_heads, nulls.head_dim) == (8, 128, 4, 8)
+    assert (seed.attention_bias, seed.output_bias, seed.mlp_bias) == (True, False, False)
+    assert (seed.tie_word_embeddings, seed.rope_theta) == (False, 1e4)
     granite = read("granite")
     assert granite.embedding_multiplier == granite.attention_multiplier == 1.0
     assert granite.residual_multiplier == granite.logits_scaling == 1.0
@@ -226,6 +231,15 @@ def test_the_two_rotations_of_gemma(fields):
     assert config.rope_scaling == RopeScaling.linear(8.0)
 
 
+@pytest.mark.parametrize("queries", [True, False])
+@pytest.mark.parametrize("output", [True, False])
+def test_the_biases_of_seed_oss(queries, output):
+    """Queries, keys and values have a field, and the attention's output another."""
+    wanted = read("seed_oss", attention_bias=queries, attention_out_bias=output).wanted_tensors()
+    biases = {name.split(".")[-2] for name in wanted if name.endswith(".bias")}
+    assert biases == {*["q_proj", "k_proj", "v_proj"] * queries, *["o_proj"] * output}
+
+
 def test_yarn_extends_the_context():
     yarn = {"rope_type": "yarn", "factor": 4.0}
     config = read("qwen2", rope_scaling=yarn)
@@ -275,13 +289,16 @@ def test_longrope(name):
             (kind, {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers must be at most the number of tensors, 1000")
             for kind in (
                 *("qwen2", "qwen3", "mistral", "smollm3", "phi3", "gemma3_text", "granite", "olmo2"),
-                *("qwen3_moe", "olmoe", "qwen3_5_text"),
+                *("qwen3_moe", "olmoe", "qwen3_5_text", "seed_oss"),
             )
         ),
         ("mistral", {"sliding_window": "4096"}, f"sliding_window {COUNT}, got '4096'"),
         ("smollm3", {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers must be at least 4 of 0 and 1, got [1, 2, 1, 1]"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be at least 4 of 0 and 1, got [1]"),
         ("smollm3", {"no_rope_layer_interval": 0}, f"no_rope_layer_interval {COUNT}, got 0"),
+        ("seed_oss", {"attention_bias": 1}, "attention_bias must be true or false, got 1"),
+        ("seed_oss", {"attention_out_bias": "no"}, "attention_out_bias must be true or false, got 'no'"),
+        ("seed_oss", {"num_key_value_heads": ...}, "num_key_value_heads must divide the number of heads, 4, got 8"),
         ("granite", {"residual_multiplier": "1"}, "residual_multiplier must be a number above 0"),
         ("granite", {"logits_scaling": 0}, "logits_scaling must be a number above 0"),
         (
@@ -488,7 +505,7 @@ def test_experts_of_gguf_files():
         ),
         *(
             (kind, {"block_count": 2**31 - 1}, f"{kind}.block_count must be at most the number of tensors, 63")
-            for kind in ("gemma3", "smollm3", "phi3", "qwen3", "qwen3moe", "olmoe", "lfm2")
+            for kind in ("gemma3", "smollm3", "phi3", "qwen3", "qwen3moe", "olmoe", "lfm2", "seed_oss")
         ),
         ("smollm3", {"block_count": "4"}, f"smollm3.block_count {COUNT}, got '4'"),
         ("qwen3", {"rope.dimension_count": 4}, "qwen3.rope.dimension_count must be the size of a head, 8, got 4"),

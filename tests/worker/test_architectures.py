@@ -39,6 +39,8 @@ IN_GGUF = {  # variants, with the keys of GGUF metadata that config.json has in 
         "rope.scaling.attn_factor": 1.1547005,
     },
     "lfm2": {"shortconv.l_cache": 3},
+    "seed_oss": {},
+    "seed_oss-tied": {},
     "gemma3": {"attention.sliding_window": 20},
     "qwen3-moe": {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 24},
     "olmoe": {"expert_count": 4, "expert_used_count": 2},

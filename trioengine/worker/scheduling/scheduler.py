@@ -127,7 +127,10 @@ class Scheduler:
         self._sequences[sequence.request] = sequence
         self._last_place += 1
         sequence.place = self._last_place
-        if sequence.params.num_speculative_tokens and self._takes_drafts(sequence):
+        is_free = (
+            sequence.params.grammar is None and not self.limits.state_slots
+        )  # a state cannot go back behind drafts
+        if sequence.params.num_speculative_tokens and is_free:
             sequence.drafter = self._new_drafter(sequence)
         if sequence.images is None and not sequence.is_compiling:
             self._waiting.append(sequence)
@@ -224,7 +227,7 @@ class Scheduler:
                 self._drop(sequence, discard=True)
                 continue
             if num_scores:
-                _take_scores(sequence, row, num_scores)
+                sequence.count_scores(row, num_scores)
             if row is not None and is_last:
                 if len(row.token_ids) > 1:
                     check_kept(row, entry.draft)
@@ -282,10 +285,6 @@ class Scheduler:
         check_order(self._running, self._waiting, out)
         self._waiters.check_integrity(listed)
         self.blocks.check_integrity(listed)
-
-    def _takes_drafts(self, sequence: Sequence) -> bool:
-        """A grammar forces tokens instead, and a state cannot go back behind the tokens that are not kept."""
-        return sequence.params.grammar is None and not self.limits.state_slots
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
@@ -449,11 +448,3 @@ class Scheduler:
         if sequence.images is not None:
             self.pictures.release(sequence, sequence.images.pictures, discard=discard)
         sequence.status = SequenceStatus.FINISHED
-
-
-def _take_scores(sequence: Sequence, row: TokensRow | None, num_scores: int) -> None:
-    """Count the logprobs of its prompt in a row. Raises InvariantError unless there are so many."""
-    num_found = 0 if row is None or row.prompt_logprobs is None else len(row.prompt_logprobs)
-    if num_found != num_scores:
-        raise InvariantError(f"request {sequence.request} got {num_found} of {num_scores} logprobs of its prompt")
-    sequence.num_scored += num_scores

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypeAlias
 
-from trioengine.core.errors import RequestRejected
+from trioengine.core.errors import InvariantError, RequestRejected
 from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.power import Tag
 from trioengine.core.sampling_params import ResolvedParams, check_room
@@ -135,6 +135,13 @@ class Sequence:
         if self.params.prompt_logprobs is None:
             return range(0)
         return range(max(start + 1, self.num_scored), min(end + 1, self.num_prompt_tokens))
+
+    def count_scores(self, row: TokensRow | None, num_scores: int) -> None:
+        """Count the logprobs of its prompt in a row. Raises InvariantError unless there are so many."""
+        num_found = 0 if row is None or row.prompt_logprobs is None else len(row.prompt_logprobs)
+        if num_found != num_scores:
+            raise InvariantError(f"request {self.request} got {num_found} of {num_scores} logprobs of its prompt")
+        self.num_scored += num_scores
 
     def to_encode(self, start: int) -> tuple[Picture, ...]:
         """The pictures with tiles that have to be encoded before the tokens from `start` on are computed."""
