@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trioengine.actors.engine import Engine as Engine
-    from trioengine.actors.engine import open_engine as open_engine
     from trioengine.actors.generation import Generation as Generation
+    from trioengine.actors.opening import open_engine as open_engine
     from trioengine.actors.power_change import PowerState as PowerState
     from trioengine.actors.session import Session as Session
     from trioengine.actors.statistics import Statistics as Statistics
     from trioengine.client.client import Client as Client
     from trioengine.client.client import connect as connect
     from trioengine.core.config import EngineConfig as EngineConfig
+    from trioengine.core.embedding import Embeddings as Embeddings
     from trioengine.core.errors import ConnectionLost as ConnectionLost
     from trioengine.core.errors import EngineAsleep as EngineAsleep
     from trioengine.core.errors import EngineClosed as EngineClosed
@@ -45,7 +46,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Engine": "trioengine.actors.engine",
-    "open_engine": "trioengine.actors.engine",
+    "open_engine": "trioengine.actors.opening",
     "Generation": "trioengine.actors.generation",
     "Session": "trioengine.actors.session",
     "PowerState": "trioengine.actors.power_change",
@@ -57,6 +58,7 @@ _HOMES = {
     "ToolCallDelta": "trioengine.core.types",
     "Completion": "trioengine.core.types",
     "EngineConfig": "trioengine.core.config",
+    "Embeddings": "trioengine.core.embedding",
     "ConnectionLost": "trioengine.core.errors",
     "EngineAsleep": "trioengine.core.errors",
     "EngineClosed": "trioengine.core.errors",

@@ -206,6 +206,7 @@ def test_what_the_peer_may_not_send_breaks_the_connection_for_good(messages):
         Tokens((dataclasses.replace(row(2, 2), token_ids=token_ids([100])),), STATISTICS),
         Tokens((dataclasses.replace(row(2, 2), token_ids=token_ids([-1])),), STATISTICS),
         Tokens((dataclasses.replace(row(2, 2), token_ids=token_ids(), logprobs=None),), STATISTICS),
+        Tokens((dataclasses.replace(row(2, 2), embedding=b"1234"),), STATISTICS),
         RequestFailed(1, 1, "", ""),
         SessionEnded(1, STATISTICS),
         SessionEnded(2, STATISTICS),

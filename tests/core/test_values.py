@@ -12,7 +12,7 @@ from trioengine.core.config import MAX_SESSIONS
 from trioengine.core.errors import InvariantError
 from trioengine.core.ledger import Ledger, RequestState
 from trioengine.core.messages import AddMessage, Configure
-from trioengine.core.sampling_params import ResolvedParams, checked_defaults, replace_valid, resolved_params
+from trioengine.core.sampling_params import EMBEDDING, ResolvedParams, checked_defaults, replace_valid, resolved_params
 from trioengine.core.types import Cause, FinishReason, token_ids
 from trioengine.core.wording import brief
 
@@ -362,3 +362,14 @@ def test_a_suspended_request_is_in_flight():
     ledger.check()
     ledger.settle(RequestState.SUSPENDED, FinishReason.ABORT, Cause.SLEEP)
     assert (ledger.suspended, ledger.in_flight, ledger.abort_causes[Cause.SLEEP]) == (0, 0, 1)
+
+
+def test_parameters_that_embed():
+    """Callers cannot make them: they are one constant, which keeps its meaning on the wire."""
+    resolved = resolved_params(EMBEDDING, {}, seed=0)
+    message = AddMessage(1, 2, 0, token_ids([3]), resolved, ())
+    assert EMBEDDING.embeds and resolved.embeds and decode(encode(message)).params.embeds
+    assert not SamplingParams().embeds
+    assert not SamplingParams(max_tokens=0, prompt_logprobs=0).embeds
+    with pytest.raises(RequestRejected, match="max_tokens must be at least 1 without prompt_logprobs, got 0"):
+        SamplingParams(max_tokens=0)

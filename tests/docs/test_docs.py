@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import os
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from trioengine import EngineConfig, blocking, connect, open_engine
 from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.startup import serve
-from trioengine.testing import Simulation
-from trioengine.testing.simulation import IMAGE_LIMITS
+from trioengine.testing import Simulation, simulated_engine
+from trioengine.testing.simulation import DEFAULT_LIMITS, IMAGE_LIMITS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -46,13 +47,18 @@ def config(smollm2):
 
 async def test_the_embedding_examples_run(config):
     functions = examples("embedding.md")
-    del functions["test_my_program"]
+    del functions["test_my_program"], functions["search"]  # which have tests of their own
     assert len(functions) == 15
     async with open_engine(config) as engine:
         for function in functions.values():
             with trio.fail_after(120):
                 await function(engine)
         await engine.check_invariants()
+
+
+async def test_the_example_of_embeddings_runs(autojump_clock):
+    async with simulated_engine(limits=replace(DEFAULT_LIMITS, embeds=True)) as (engine, _):
+        await examples("embedding.md")["search"](engine)
 
 
 async def test_an_example_for_an_engine_runs_with_a_client():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trioengine.core.config import WorkerConfig
-from trioengine.core.sampling_params import ResolvedParams
+from trioengine.core.sampling_params import EMBEDDING, ResolvedParams, resolved_params
 from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.compiler import find_compiler
 from trioengine.worker.kernels.kv_cache import KVCache
@@ -72,6 +72,22 @@ def logprobs_after(runner, tokens):
 
 def generate(runner, prompts, max_tokens, params=None, **limits):
     """Greedy answers of all prompts at once, and the scheduler's statistics."""
+    params = params or ResolvedParams(temperature=0.0, max_tokens=max_tokens, seed=0, ignore_eos=True)
+    sequences, _, statistics = run(runner, prompts, params, limits)
+    return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences], statistics
+
+
+def embed(runner, prompts, **limits):
+    """The embeddings of all prompts at once, as bytes, and the scheduler's statistics."""
+    _, rows, statistics = run(runner, prompts, resolved_params(EMBEDDING, {}, seed=0), {"embeds": True, **limits})
+    found = {row.request: row.embedding for row in rows}
+    assert len(rows) == len(found) == len(prompts)
+    assert all(row.finish_reason == "length" and not row.token_ids for row in rows)
+    return [found[number] for number in range(len(prompts))], statistics
+
+
+def run(runner, prompts, params, limits):
+    """The sequences of all prompts, run at once, the runner's rows, and the scheduler's statistics."""
     limits = {
         "vocab_size": runner.info.vocab_size,
         "max_model_len": runner.info.max_model_len,
@@ -80,14 +96,16 @@ def generate(runner, prompts, max_tokens, params=None, **limits):
         "state_slots": runner.info.state_slots,
         **limits,
     }
-    params = params or ResolvedParams(temperature=0.0, max_tokens=max_tokens, seed=0, ignore_eos=True)
     scheduler = Scheduler(Limits(**limits))
     sequences = [Sequence(i, i, list(prompt), len(prompt), params, frozenset()) for i, prompt in enumerate(prompts)]
     for sequence in sequences:
         scheduler.add(sequence)
+    rows = []
     while scheduler.has_work:
         output = scheduler.schedule()
         assert output is not None, "it has work"
-        scheduler.update(output, runner.execute(output))
+        found = runner.execute(output)
+        scheduler.update(output, found)
+        rows += found
     scheduler.check_integrity()
-    return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences], scheduler.statistics(0)
+    return sequences, rows, scheduler.statistics(0)

@@ -40,9 +40,9 @@ def test_a_whole_file(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(VALID)
     assert read_header(path) == {
-        "b": StoredTensor(path, "BF16", (2,), 4),
-        "a": StoredTensor(path, "F32", (1, 2), 8),
-        "c": StoredTensor(path, "F32", (), 4),
+        "b": StoredTensor(path, "b", "BF16", (2,), 4),
+        "a": StoredTensor(path, "a", "F32", (1, 2), 8),
+        "c": StoredTensor(path, "c", "F32", (), 4),
     }
     path.write_bytes(safetensors({}))
     assert read_header(path) == {}

@@ -4,9 +4,11 @@ import asyncio
 import json
 import re
 import shutil
+import struct
 import subprocess
 import threading
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,18 +25,21 @@ from trioengine.serve.config import ServeConfig
 from trioengine.serve.startup import serve
 from trioengine.testing import Simulation, toy_answer
 from trioengine.testing.simulated_worker import Behaviour
+from trioengine.testing.simulation import DEFAULT_LIMITS
+from trioengine.testing.toy_model import toy_embedding
 from trioengine.text.reasoning import REASONING_FORMS, ReasoningForm
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 EXTRA = {"ignore_eos": True}
 SHORT = {"model": "toy", "messages": MESSAGES, "temperature": 0, "max_tokens": 5, "extra_body": EXTRA}
 LONG = SHORT | {"max_tokens": 400}
+EMBEDDERS = replace(DEFAULT_LIMITS, embeds=True)
 
 
 @asynccontextmanager
-async def running(step_time=0.001, name="toy", **options):
+async def running(step_time=0.001, name="toy", limits=DEFAULT_LIMITS, **options):
     async with open_unwrapped_nursery() as nursery:
-        simulation = Simulation(nursery, behaviours=[Behaviour(load_time=0, step_time=step_time)])
+        simulation = Simulation(nursery, limits=limits, behaviours=[Behaviour(load_time=0, step_time=step_time)])
         config = EngineConfig(model="toy", max_num_seqs=8)
         run = partial(serve, config, ServeConfig(port=0, served_model_name=name, **options), ports=simulation.ports)
         server = await nursery.start(run)
@@ -324,11 +329,16 @@ def blocks(language, server):
 
 
 async def test_the_python_examples_run(capsys):
-    async with running(name="smollm2-135m-instruct") as server:
-        for block in blocks("python", server):
-            await trio.to_thread.run_sync(exec, compile(block, "http.md", "exec"), {})
-            assert capsys.readouterr().out
-        assert server.engine.statistics().finished == 2
+    for name, limits, word in (
+        ("smollm2-135m-instruct", DEFAULT_LIMITS, "chat.completions"),
+        ("qwen3-embedding-0.6b", EMBEDDERS, "embeddings"),
+    ):
+        async with running(name=name, limits=limits) as server:
+            for block in blocks("python", server):
+                if word in block:
+                    await trio.to_thread.run_sync(exec, compile(block, "http.md", "exec"), {})
+                    assert capsys.readouterr().out
+            assert server.engine.statistics().finished == 2
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
@@ -369,3 +379,27 @@ async def test_reasoning_in_openai_s_client(monkeypatch):
         message, streamed = await in_thread(ask, server)
         assert message.content == "" and streamed == expected(server, 5)
         assert message.reasoning == message.reasoning_content == streamed
+
+
+async def test_openai_embeddings():
+    """The package asks for base64, and decodes it; asked for numbers, it gets the same ones."""
+    texts = ["to be", "or not to be"]
+    expected = [list(struct.unpack("<8f", toy_embedding(text.encode()))) for text in texts]
+
+    def run(client):
+        default = client.embeddings.create(model="toy", input=texts)
+        numbers = client.embeddings.create(model="toy", input=texts, encoding_format="float")
+        (short,) = client.embeddings.create(model="toy", input=[116, 111], dimensions=2).data
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.embeddings.create(model="toy", input=["a", ""])
+        return default, numbers, short, refused.value
+
+    async with running(limits=EMBEDDERS) as server:
+        default, numbers, short, refused = await in_thread(run, server)
+    for found in (default, numbers):
+        assert [entry.index for entry in found.data] == [0, 1]
+        for entry, vector in zip(found.data, expected, strict=True):
+            assert entry.embedding == pytest.approx(vector, abs=1e-8)
+    assert (default.object, default.usage.prompt_tokens, default.usage.total_tokens) == ("list", 17, 17)
+    assert len(short.embedding) == 2
+    assert (refused.code, refused.param) == ("empty_prompt", "input[1]")

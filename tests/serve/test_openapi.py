@@ -1,6 +1,7 @@
 """/openapi.json is a valid document that describes every route, and every response is one that it promises."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ async def test_the_examples_are_answered(autojump_clock, clients):
     described = await Described.by(clients)
     for path, item in described.document["paths"].items():
         for method, operation in item.items():
-            if "requestBody" in operation and path != "/update_weights":
+            if "requestBody" in operation and path not in ("/update_weights", EMBEDDINGS):
                 content = operation["requestBody"]["content"]["application/json"]
                 whole = {**content["schema"], "components": described.document["components"]}
                 OAS31Validator(whole).validate(content["example"])
@@ -106,6 +107,7 @@ REQUESTS = [
     ("POST", "/v1/completions", {"prompt": "a", "echo": True, "logprobs": 2}, {}, 200),
     ("POST", "/v1/completions", {"prompt": "a", "echo": True, "logprobs": 2, "max_tokens": 0}, {}, 200),
     ("POST", "/v1/completions", {**STREAMED, "echo": True, "logprobs": 2}, {}, 200),
+    ("POST", "/v1/embeddings", {"input": "a"}, {}, 400),
     ("GET", "/tokenizer_info", None, {}, 200),
     ("POST", CHAT, chat(model="other"), {}, 404),
     ("POST", CHAT, chat(max_tokens="x"), {}, 400),
@@ -144,7 +146,26 @@ async def test_responses_are_as_described(autojump_clock, clients):
         described.check(method, path, answer)
     ids = {operation["operationId"] for item in described.document["paths"].values() for operation in item.values()}
     successes = {id for id, status, _ in described.seen if status == 200}
-    assert ids - successes == {"get_v1_realtime", "post_update_weights"}
+    assert ids - successes == {"get_v1_realtime", "post_update_weights", "post_v1_embeddings"}
+
+
+EMBEDDINGS = "/v1/embeddings"
+EMBEDDING_REQUESTS = [
+    (EMBEDDINGS, {"input": ["a", "b"]}, 200),
+    (EMBEDDINGS, {"input": [[97], [98, 99]], "encoding_format": "base64", "dimensions": 3}, 200),
+    (EMBEDDINGS, {"input": "a", "dimensions": 9}, 400),
+    (EMBEDDINGS, {"input": "a", "model": "other"}, 404),
+    (CHAT, chat(), 400),
+]
+
+
+async def test_responses_of_an_embedding_model_are_as_described(autojump_clock):
+    async with open_clients(limits=replace(DEFAULT_LIMITS, embeds=True)) as clients:
+        described = await Described.by(clients)
+        content = described.document["paths"][EMBEDDINGS]["post"]["requestBody"]["content"]["application/json"]
+        for path, body, status in ((EMBEDDINGS, content["example"], 200), *EMBEDDING_REQUESTS):
+            answer = await clients.request("POST", path, body)
+            assert described.check("POST", path, answer).status == status
 
 
 async def test_refusals_for_a_key_are_as_described(autojump_clock):

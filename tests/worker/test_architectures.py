@@ -139,12 +139,12 @@ def stacked(tensors):
     return {name: torch.stack(parts) if "experts" in name else parts[0] for name, parts in stacks.items()}
 
 
-def write_gguf(path, variant, metadata, kind="F32"):
+def write_gguf(path, variant, metadata, kind="F32", **changes):
     """The variant as llama.cpp's conversion writes it, with matrices of this type, but for routers.
 
-    The gguf package has the names of tensors.
+    The gguf package has the names of tensors; `changes` are to fields of config.json.
     """
-    config = tiny_decoders.config(variant)
+    config = tiny_decoders.config(variant, **changes)
     name = config["model_type"].removesuffix("_text").replace("_moe", "moe")
     if name == "lfm2":
         config["num_key_value_heads"] = [2 * (layer in config["full_attn_idxs"]) for layer in range(6)]
@@ -154,7 +154,7 @@ def write_gguf(path, variant, metadata, kind="F32"):
         add(f"{name}.{key}", value)
     architecture = next(key for key, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    for hf_name, tensor in stacked(tiny_decoders.tensors(variant)).items():
+    for hf_name, tensor in stacked(tiny_decoders.tensors(variant, **changes)).items():
         array = tensor.numpy()
         if name in ("granite", "smollm3") and ("q_proj" in hf_name or "k_proj" in hf_name):
             array = permuted(array, config["num_attention_heads" if "q_proj" in hf_name else "num_key_value_heads"])

@@ -159,6 +159,7 @@ async def _prepare(entry: _Entry) -> None:
     """Copy the images, render and tokenize the prompt, and check that it fits."""
     runtime, request = entry.runtime, entry.request
     (prompt, entry.prompt), (media, entry.media) = (entry.prompt, None), (entry.media, ())
+    _check_task(runtime, request.params)
     places = PromptPlaces.of(prompt, media)
     with places.naming():
         _check_length(entry, prompt)
@@ -176,6 +177,17 @@ async def _prepare(entry: _Entry) -> None:
         images = tuple(replace(image, name=places.name(image.name)) for image in prepared.images)
         prepared = replace(prepared, images=images)
     _take_prepared(entry, prepared)
+
+
+def _check_task(runtime: Runtime, params: SamplingParams) -> None:
+    """Raise RequestRejected for a prompt to answer or to score, if the model only embeds texts."""
+    embeds = runtime.model.embedding_size is not None
+    if embeds and not params.embeds:
+        hint = "use engine.embed, or POST /v1/embeddings"
+        raise RequestRejected(
+            "generation_not_supported", f"the model is an embedding model, and answers nothing: {hint}"
+        )
+    assert embeds or not params.embeds, "checked before the request was made"
 
 
 def _tools(entry: _Entry, asked: AskedTools) -> Tools:

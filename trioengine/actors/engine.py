@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, Unpack
@@ -11,6 +11,7 @@ from typing import Any, Unpack
 import trio
 
 from trioengine.actors.audit import check_books
+from trioengine.actors.embedding import EmbeddingInput, embed_all
 from trioengine.actors.images import KeptImages, RequestImages, put_images
 from trioengine.actors.media import Media
 from trioengine.actors.ports import Ports
@@ -18,7 +19,7 @@ from trioengine.actors.power_change import Level, ModeName, PowerChange, PowerSt
 from trioengine.actors.runtime import Runtime
 from trioengine.actors.session import Session
 from trioengine.actors.statistics import Statistics, statistics_of
-from trioengine.aio.calls import opens, whole_answer
+from trioengine.aio.calls import whole_answer
 from trioengine.aio.concurrency import deadline_after, open_unwrapped_nursery
 from trioengine.core.checks import (
     check_callback,
@@ -28,8 +29,9 @@ from trioengine.core.checks import (
     check_seconds,
     names_checked,
 )
-from trioengine.core.config import EngineConfig, EngineOptions, merged_config
-from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvalidConfig, ModelError
+from trioengine.core.config import EngineConfig
+from trioengine.core.embedding import Embeddings
+from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvalidConfig
 from trioengine.core.lifecycle import Power, PowerEvent
 from trioengine.core.messages import Ready
 from trioengine.core.power import TagName
@@ -257,6 +259,30 @@ class Engine:
 
     ask = whole_answer(sampling_checked(generate, "ask"))
 
+    @whole_answer
+    @names_checked
+    async def embed(
+        self,
+        inputs: EmbeddingInput | Sequence[EmbeddingInput],
+        *,
+        dimensions: int | None = None,
+        timeout: float | None = None,
+        wait: bool | None = None,
+        label: str | None = None,
+    ) -> Embeddings:
+        """The embeddings of a text, of its token ids, or of a list of up to 2048 of these, by an embedding model.
+
+        A vector has the length 1, and as many numbers as the model's hidden states; with `dimensions` the first so
+        many of them, divided by their length. Texts get the special tokens that the tokenizer adds, token ids do not.
+        Each input is a request: some are under way at a time, and if one fails, or is aborted, all end.
+
+        `timeout`, in seconds, `wait` and `label` as in Session.generate; with `wait=False` the first input must find
+        a free slot, and the others wait. Raises RequestRejected, with the index of the input, for one that is empty
+        or too long, and SessionEnded if one was aborted. Cancelled, all are aborted.
+        """
+        deadline = deadline_after(timeout)
+        return await embed_all(self.runtime, inputs, dimensions, deadline=deadline, wait=wait, label=label)
+
     @names_checked
     def abort(self, request: int | str) -> int:
         """Abort the request of this id, or every request of this label, in flight or in line.
@@ -416,34 +442,3 @@ class Engine:
         if power in (Power.WAKING, Power.UPDATING):
             raise EngineOverloaded("the worker may be loading weights", code=power.value)
         await self.runtime.auditor.audit(link, self.runtime.gate.mint(), self.runtime.sessions.attached, seconds)
-
-
-@opens("engine")
-async def open_engine(
-    config: EngineConfig | str | None = None,
-    *,
-    ports: Ports | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-    on_load: Callable[[int, int], None] | None = None,
-    **options: Unpack[EngineOptions],
-) -> AsyncIterator[Engine]:
-    """An engine that is ready; leaving ends its sessions and its worker, whatever happens in the body.
-
-    Give a whole EngineConfig; or the model's name or path, and fields of EngineConfig as keywords.
-
-    Raises ModelError or WorkerLost when it cannot start, or dies for good later (the body is cancelled then, and
-    errors that it raises for requests that died with the engine are not kept apart). A single exception of the body
-    comes out as it is, not in a group.
-    """
-    engine = Engine(merged_config(config, options), ports=ports, on_progress=on_progress, on_load=on_load)
-    try:
-        async with open_unwrapped_nursery() as nursery:
-            nursery.start_soon(engine.run)
-            await engine.ready()
-            yield engine
-            engine.close()
-    except BaseExceptionGroup as group:
-        if engine.runtime.gate.failure is not None and group.split(EngineError)[1] is None:
-            failure = engine.runtime.gate.failure
-            raise copy(failure) if isinstance(failure, ModelError) else failure from failure.__cause__
-        raise

@@ -78,6 +78,7 @@ class Request(ReadableRequest):
         self.grammar = params.grammar  # which the answer follows: the caller's, or one that forces calls
         self.resolved: ResolvedParams | None = None
         self.eos_token_ids: tuple[int, ...] = ()  # of the model
+        self.embedding: bytes | None = None  # of the prompt, by an embedding model
         self.usage: Usage | None = None  # of the first attachment that produced a token
         self.weight_versions: list[int] = []
         self.recovery = RecoveryRecord()
@@ -224,6 +225,7 @@ class Request(ReadableRequest):
             stopped = output.feed(row.token_ids)
         else:
             stopped = output.finish(row.token_ids, ended_by_token=finish_reason is FinishReason.STOP)
+            self.embedding = row.embedding
         if self.tool_answer is not None:
             self.tool_answer.take(output.texts)
         if row.logprobs is not None:  # of the tokens that were taken

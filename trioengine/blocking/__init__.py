@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 import trioengine.actors.engine
+import trioengine.actors.opening
 import trioengine.actors.session
 import trioengine.client.client
 from trioengine.actors.statistics import Statistics
@@ -191,6 +192,7 @@ class Engine(_Host):
         statistics: Statistics = self.loop.call_sync(self.inner.statistics)
         return statistics
 
+    embed = awaited(_Engine.embed)
     abort_all = posted(_Engine.abort_all)
     sleep = awaited(_Engine.sleep)
     wake = awaited(_Engine.wake)
@@ -210,7 +212,7 @@ def open_engine(
     Interrupted, it closes the engine again. The callbacks are called in other threads.
     """
     whole = merged_config(config, options)
-    opening = trioengine.actors.engine.open_engine
+    opening = trioengine.actors.opening.open_engine
     return Engine(partial(opening, whole, on_progress=on_progress, on_load=on_load))
 
 

@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 
 import trio
 
-from trioengine.actors.engine import Engine, open_engine
+from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
+from trioengine.actors.opening import open_engine
 from trioengine.actors.session import Session
 from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.cli.errors import warn

@@ -244,6 +244,8 @@ class Connection:
             if row.finish_reason is None:
                 if not row.token_ids and not row.prompt_logprobs:
                     raise _Violation("with a row that has no token and is not the last one")
+                if row.embedding is not None:
+                    raise _Violation("with an embedding in a row that is not the last one")
                 continue
             if row.finish_reason is FinishReason.ERROR:
                 raise _Violation("with a row that ends in an error, which REQUEST_FAILED reports")

@@ -172,6 +172,7 @@ class TokensRow:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     prompt_logprobs: tuple[Logprobs, ...] | None = None  # when asked for, of the next tokens of the prompt, from 1 on
+    embedding: bytes | None = None  # in the last row of an embedding model's: little-endian float32, normalized
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,10 @@ class WorkerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One step: a row for each sequence that got a token, logprobs of its prompt or its end; there may be none."""
+    """One step: a row for each sequence that got a token, logprobs of its prompt or its end; there may be none.
+
+    A step with many embeddings takes several messages.
+    """
 
     rows: tuple[TokensRow, ...]
     statistics: WorkerStatistics

@@ -75,7 +75,8 @@ class SamplingParams:
     Raises RequestRejected(code="invalid_value", param=<field>) for a value outside its range.
     """
 
-    # None: the model's default, else up to the context; 0, with prompt_logprobs only: the prompt is scored
+    # None: the model's default, else up to the context; 0, with prompt_logprobs only: the prompt is scored;
+    # 0 without them is for EMBEDDING
     max_tokens: int | None = None
     temperature: float | None = None  # 0: greedy
     top_k: int | None = None  # 0 or -1: all tokens
@@ -100,6 +101,11 @@ class SamplingParams:
 
     def __repr__(self) -> str:
         return changed_fields(self)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the prompt is embedded: it is neither answered nor scored."""
+        return self.max_tokens == 0 and self.prompt_logprobs is None
 
     def __post_init__(self) -> None:
         for name, (check, low, high) in NUMBERS.items():
@@ -295,3 +301,6 @@ def _checked(name: str, check: Callable[..., T], value: object, low: float, high
 
 def _token_id(name: str, value: object) -> int:
     return _checked(name, integer, value, 0, MAX_COUNT, item=": token id")
+
+
+EMBEDDING = replace_valid(SamplingParams(), max_tokens=0)  # the parameters of an embedding model's requests

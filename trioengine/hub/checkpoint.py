@@ -29,11 +29,13 @@ from trioengine.core.gguf import GGUFTensor, parse_gguf
 from trioengine.core.wording import brief
 from trioengine.hub.llama_config import LlamaConfig
 from trioengine.hub.model_config import MAX_MODEL_TENSORS, STACKED, Fields, ModelConfig, Shape, open_file, read_json
+from trioengine.hub.pooling import pools_directory, pools_gguf
 from trioengine.hub.safetensors import StoredTensor, read_header
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
 _IGNORED = ".rotary_emb.inv_freq"  # computed buffers, which old checkpoints contain
+_PREFIX, _HEAD = "model.", "lm_head.weight"
 _SHOWN = 5  # names in an error message
 
 
@@ -63,6 +65,8 @@ def read_safetensors(directory: Path) -> SafetensorsHeader:
     config_from_hf = HF_ARCHITECTURES[_supported(fields, "model_type", HF_ARCHITECTURES)]
     tensors = _tensors(directory)
     config = config_from_hf(fields, len(tensors))
+    if pools_directory(directory, fields):
+        config, tensors = _embedding_config(config, directory), _with_prefix(tensors)
     _check_tensors(directory, config, {name: tensor.shape for name, tensor in tensors.items()})
     return SafetensorsHeader(config, fields, tensors)
 
@@ -76,12 +80,28 @@ def read_gguf(buffer: memoryview, path: Path, *, arrays: Container[str] = ()) ->
         raise ModelError(f"{path}: split.count: a model split into several files is not supported: merge them first")
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
     config = architecture.config(header.metadata, shapes, path)
+    if pools_gguf(header.metadata, path, header.metadata["general.architecture"]):
+        config = _embedding_config(config, path)
     tensors = _in_hf_shapes(_renamed(architecture, header.tensors, path), config.wanted_tensors())
     _check_tensors(path, config, {name: tensor.shape for name, tensor in tensors.items()})
     heads = {name: architecture.interleaved_heads(name, config) for name in tensors}
     interleaved = {name: count for name, count in heads.items() if count is not None}
     offsets = {name: offset for name in tensors if (offset := architecture.stored_offset(name))}
     return GGUFModelHeader(config, header.metadata, tensors, interleaved, offsets)
+
+
+def _embedding_config(config: ModelConfig, path: Path) -> LlamaConfig:
+    """Return the configuration of an embedding model of this architecture. Raises ModelError for one with images."""
+    if not isinstance(config, LlamaConfig):
+        raise ModelError(f"{path}: embedding models of the model_type {config.model_type} are not supported")
+    return replace(config, embeds=True, tie_word_embeddings=True)
+
+
+def _with_prefix(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of an embedding model under the names of a model with a head, if they lack its prefix."""
+    if any(name.startswith(_PREFIX) for name in tensors):
+        return tensors
+    return {name if name == _HEAD else _PREFIX + name: tensor for name, tensor in tensors.items()}
 
 
 def map_file(path: Path) -> mmap.mmap:

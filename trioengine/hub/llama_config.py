@@ -66,6 +66,7 @@ class LlamaConfig:
     attention_bias: bool  # of queries, keys and values
     output_bias: bool  # of the attention's output
     mlp_bias: bool
+    embeds: bool = False  # an embedding model: hidden states are its results, and it counts as tied, without a head
 
     @property
     def text(self) -> Self:

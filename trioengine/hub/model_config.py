@@ -51,6 +51,11 @@ class TextConfig(Protocol):
     @property
     def max_position_embeddings(self) -> int: ...
     @property
+    def embeds(self) -> bool:
+        """Whether it is an embedding model: hidden states are its results, and it has no head."""
+        ...
+
+    @property
     def num_kv_layers(self) -> int:
         """The layers with keys and values."""
         ...
@@ -114,6 +119,10 @@ class Fields:
     def get(self, field: str) -> Any:
         """Return the unchecked value; None if it is absent."""
         return self._values.get(field)
+
+    def names(self) -> list[str]:
+        """Return the names of the fields that are there."""
+        return list(self._values)
 
     def has(self, field: str) -> bool:
         """Return whether the field is there, maybe as null."""
@@ -201,15 +210,27 @@ def read_json(path: Path, *, required: bool = False) -> Fields:
     """Read the fields of a JSON object; none if the file is absent and not required. Raises ModelError."""
     if not required and not path.exists():
         return Fields(path, {})
+    fields = _read_value(path)
+    if not isinstance(fields, dict):
+        raise ModelError(f"{path}: not a JSON object")
+    return Fields(path, fields)
+
+
+def read_objects(path: Path) -> list[Fields]:
+    """Read the fields of each object of a JSON list. Raises ModelError."""
+    objects = _read_value(path)
+    if not isinstance(objects, list) or not all(isinstance(each, dict) for each in objects):
+        raise ModelError(f"{path}: not a list of JSON objects")
+    return [Fields(path, each, f"[{index}].") for index, each in enumerate(objects)]
+
+
+def _read_value(path: Path) -> Any:
     try:
-        fields = parse_json(read_file(path, MAX_JSON))
+        return parse_json(read_file(path, MAX_JSON))
     except UnicodeDecodeError:
         raise ModelError(f"{path}: not UTF-8") from None
     except (ValueError, RecursionError) as exc:
         raise ModelError(f"{path}: not JSON: {exc}") from exc
-    if not isinstance(fields, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return Fields(path, fields)
 
 
 def parse_json(data: bytes, **options: Any) -> Any:

@@ -56,6 +56,7 @@ class ModelInfo:
     chat_template: ChatTemplate | None
     tokenizer: Tokenizer
     images: ImageProcessing | None = None  # None for a model of texts only
+    embedding_size: int | None = None  # numbers in an embedding; None for a model that generates
     bos_token: str = ""  # for chat templates, as the next one
     eos_token: str = ""
     generation: Fields | None = field(
@@ -139,6 +140,7 @@ def _read_directory(directory: Path) -> ModelInfo:
         chat_template=_chat_template(directory, tokenizer_config, has_processor=config.images is not None),
         tokenizer=tokenizer,
         images=config.images,
+        embedding_size=config.text.hidden_size if config.text.embeds else None,
         bos_token=tokenizer_config.string("bos_token"),
         eos_token=tokenizer_config.string("eos_token"),
         generation=generation,
@@ -213,6 +215,7 @@ def _read_gguf_file(path: Path, default_template: str | None) -> ModelInfo:
             eos_token_ids=metadata.eos_token_ids(),
             chat_template=metadata.chat_template(default_template),
             tokenizer=metadata.tokenizer,
+            embedding_size=header.config.hidden_size if header.config.embeds else None,
             bos_token=metadata.token("bos"),
             eos_token=metadata.token("eos"),
             generation=Fields(path, header.metadata),

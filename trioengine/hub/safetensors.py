@@ -32,9 +32,10 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a safetensors file; `shape` has rows first."""
+    """A tensor of a safetensors file, and its name there; `shape` has rows first."""
 
     file: Path
+    name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
@@ -95,7 +96,7 @@ def _tensors(path: Path, entries: dict[str, Any], data_size: int) -> dict[str, S
     tensors: dict[str, StoredTensor] = {}
     places: list[tuple[int, int, str]] = []
     for name, entry in entries.items():
-        begin, tensors[name] = _tensor(path, brief(name), entry)
+        begin, tensors[name] = _tensor(path, name, entry)
         places.append((begin, begin + tensors[name].nbytes, name))
     at = 0
     for begin, end, name in sorted(places):
@@ -112,21 +113,22 @@ def _tensors(path: Path, entries: dict[str, Any], data_size: int) -> dict[str, S
 
 def _tensor(path: Path, name: str, entry: Any) -> tuple[int, StoredTensor]:
     """Return the offset of a tensor in the data, and the tensor."""
+    shown = brief(name)
     if not isinstance(entry, dict):
-        raise _Invalid(f"tensor {name} is not a JSON object")
+        raise _Invalid(f"tensor {shown} is not a JSON object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise _Invalid(f"tensor {name} has the unknown dtype {brief(dtype)}")
+        raise _Invalid(f"tensor {shown} has the unknown dtype {brief(dtype)}")
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise _Invalid(
-            f"tensor {name} has the shape {brief(shape)}, which is not a list of at most {MAX_DIMENSIONS} sizes"
+            f"tensor {shown} has the shape {brief(shape)}, which is not a list of at most {MAX_DIMENSIONS} sizes"
         )
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _Invalid(f"tensor {name} has the data_offsets {brief(offsets)}, which are not a beginning and an end")
+        raise _Invalid(f"tensor {shown} has the data_offsets {brief(offsets)}, which are not a beginning and an end")
     begin, end = offsets
     if (end - begin) * 8 != math.prod(shape) * _BITS[dtype]:
-        raise _Invalid(f"tensor {name} has {end - begin} bytes, which is not {dtype} of the shape {brief(shape)}")
-    return begin, StoredTensor(path, dtype, tuple(shape), end - begin)
+        raise _Invalid(f"tensor {shown} has {end - begin} bytes, which is not {dtype} of the shape {brief(shape)}")
+    return begin, StoredTensor(path, name, dtype, tuple(shape), end - begin)
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:

@@ -50,7 +50,7 @@ def parse_completion_request(body: bytes, model: str) -> CompletionRequest:
     prompt_logprobs = _prompt_logprobs(given, max_tokens)
     grammar = None if given.structured_outputs is None else structured_grammar(given.structured_outputs)
     return CompletionRequest(
-        prompts=_prompts(given.prompt),
+        prompts=prompts_of(given.prompt, "prompt"),
         params=sampling_params(
             given, max_tokens=max_tokens, logprobs=given.logprobs, prompt_logprobs=prompt_logprobs, grammar=grammar
         ),
@@ -76,11 +76,11 @@ def _prompt_logprobs(given: CompletionBody, max_tokens: int) -> int | None:
     return given.logprobs or 0
 
 
-def _prompts(given: str | list[Any]) -> Sequence[str | list[int]]:
-    """Return the prompts: one text or list of token ids, or a list of these, all of one kind. Raises ClientError."""
+def prompts_of(given: str | list[Any], name: str) -> Sequence[str | list[int]]:
+    """Return the prompts in a field: one text or list of token ids, or a list of one kind. Raises ClientError."""
     if isinstance(given, str):
         return (given,)
     kinds = {type(entry) for entry in given}
     if len(kinds) != 1:
-        raise ClientError("invalid_type", "prompt must hold texts, token ids, or lists of token ids", param="prompt")
+        raise ClientError("invalid_type", f"{name} must hold texts, token ids, or lists of token ids", param=name)
     return (given,) if kinds == {int} else given

@@ -7,8 +7,6 @@ from functools import partial
 from types import MappingProxyType
 
 from trioengine.actors.engine import Engine
-from trioengine.core.errors import RequestRejected
-from trioengine.core.sampling_params import check_room
 from trioengine.core.types import Completion, Usage
 from trioengine.serve.chat_response import KEEP_ALIVE
 from trioengine.serve.choices import Choices
@@ -24,7 +22,7 @@ from trioengine.serve.responses import TextCompletion, TextCompletionChunk
 from trioengine.serve.routes import Operation
 from trioengine.serve.shown import Result, fingerprint
 from trioengine.serve.unknown_fields import UnknownFields
-from trioengine.text.conversation import check_length
+from trioengine.text.raw_prompt import raw_token_ids
 
 OPERATION = Operation(
     "Continue prompts as they are, whole or streamed",
@@ -68,7 +66,11 @@ class Completions:
             raise ClientError("invalid_value", message, param="prompt")
         names = ["prompt"] if len(given.prompts) == 1 else [f"prompt[{index}]" for index in range(len(given.prompts))]
         max_tokens = given.params.max_tokens
-        prompts = [self._token_ids(prompt, name, max_tokens) for prompt, name in zip(given.prompts, names, strict=True)]
+        tokenizer, limits = self._engine.tokenizer, self._engine.limits
+        prompts = [
+            raw_token_ids(prompt, name, tokenizer, limits, max_tokens)
+            for prompt, name in zip(given.prompts, names, strict=True)
+        ]
         needs_texts = given.echo or given.params.logprobs is not None
         num_scores = sum(map(len, prompts)) * (1 + (given.params.prompt_logprobs or 0))
         if given.params.prompt_logprobs is not None and num_scores > MAX_SCORES:
@@ -77,27 +79,11 @@ class Completions:
         return given, prompts, [self._text(prompt) for prompt in given.prompts] if needs_texts else []
 
     def _text(self, prompt: str | list[int]) -> PromptText:
-        """Return the text of a prompt that `_token_ids` accepts."""
+        """Return the text of a prompt that `raw_token_ids` accepts."""
         tokenizer = self._engine.tokenizer.tokenizer
         if isinstance(prompt, str):
             return PromptText(prompt, len(tokenizer.surroundings[0]))
         return PromptText(tokenizer.decode(prompt, skip_special_tokens=False))
-
-    def _token_ids(self, prompt: str | list[int], name: str, max_tokens: int | None) -> list[int]:
-        """Return the token ids of a prompt, which the engine will take. Raises RequestRejected with this name."""
-        tokenizer, limits = self._engine.tokenizer, self._engine.limits
-        try:
-            check_length(prompt, limits.max_model_len, tokenizer)
-        except RequestRejected as exc:
-            raise RequestRejected(exc.code, exc.message.replace("prompt", name, 1), param=name) from None
-        ids = prompt if isinstance(prompt, list) else tokenizer.tokenizer.surrounded(tokenizer.encode(prompt))
-        if not ids:
-            raise RequestRejected("empty_prompt", f"{name} is empty", param=name)
-        check_room(len(ids), limits.max_model_len, max_tokens, name)
-        if max(ids) >= limits.vocab_size:
-            message = f"{name} must hold token ids from 0 to {limits.vocab_size - 1}, got {max(ids)}"
-            raise RequestRejected("invalid_value", message, param=name)
-        return ids
 
 
 class _Answers(Choices):

@@ -118,6 +118,10 @@ _PROMPTS = Meta(
     min_length=1, description="Texts, or lists of token ids, each of which is a prompt; or the token ids of one prompt."
 )
 
+_INPUTS = Meta(
+    min_length=1, description="Texts, or lists of token ids, each of which is embedded; or the token ids of one text."
+)
+
 
 class Sampling(Struct, kw_only=True):
     """Sampling parameters, by the names that OpenAI and vLLM have for them."""
@@ -249,6 +253,21 @@ class CompletionBody(WithChoices, kw_only=True):
     max_tokens: Annotated[int, _bounds("max_tokens", "16 by default; 0 with echo only")] | None = None
     echo: Annotated[bool | None, Meta(description="The prompt comes before the answer, in logprobs as well.")] = None
     logprobs: Annotated[int, _bounds("logprobs", "The best tokens of each position to show.")] | None = None
+
+
+class EmbeddingsRequest(Struct, kw_only=True):
+    """The body of POST /v1/embeddings."""
+
+    input: str | Annotated[list[str | _TokenId | Annotated[list[_TokenId], Meta(min_length=1)]], _INPUTS]
+    model: str | None = None
+    encoding_format: Annotated[
+        Literal["float", "base64"] | None, Meta(description="base64: of little-endian float32.")
+    ] = None
+    dimensions: Annotated[int, Meta(ge=1, le=MAX_COUNT, description="The first so many, of the length 1.")] | None = (
+        None
+    )
+    cache_salt: Annotated[str, Meta(max_length=MAX_CACHE_SALT)] | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID, description="for /abort_request")] | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True):

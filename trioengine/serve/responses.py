@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from trioengine.actors.power_change import Level
+from trioengine.core.embedding import MAX_INPUTS
 from trioengine.core.lifecycle import Power
 from trioengine.core.power import Tag
 
@@ -221,6 +222,27 @@ class TextCompletionChunk(_Chunk, kw_only=True):
 
     object: Literal["text_completion"]
     choices: Annotated[list[CompletionPiece], Meta(max_length=1)]
+
+
+# ---- embeddings ----------------------------------------------------------------------------------------------------
+
+
+class Embedding(Struct):
+    object: Literal["embedding"]
+    index: Annotated[int, Meta(ge=0, description="Of the input.")]
+    embedding: list[float] | Annotated[str, Meta(description="In base64, of little-endian float32.")]
+
+
+class EmbeddingsUsage(Struct):
+    prompt_tokens: _Count
+    total_tokens: _Count
+
+
+class EmbeddingList(Struct):
+    object: Literal["list"]
+    data: Annotated[list[Embedding], Meta(min_length=1, max_length=MAX_INPUTS)]
+    model: str
+    usage: EmbeddingsUsage
 
 
 # ---- the model and its tokenizer -----------------------------------------------------------------------------------

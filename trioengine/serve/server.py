@@ -20,6 +20,8 @@ from trioengine.serve.completions import OPERATION as COMPLETIONS
 from trioengine.serve.completions import Completions
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.connection import ConnectionHandler
+from trioengine.serve.embeddings import OPERATION as EMBEDDINGS
+from trioengine.serve.embeddings import Embeddings
 from trioengine.serve.limits import ByteBudget, InFlight, clamp_to_fd_limit
 from trioengine.serve.listening import format_address
 from trioengine.serve.metrics import Metrics
@@ -127,10 +129,12 @@ class Server:
         reasoning_form = REASONING_FORMS.get(self.config.reasoning_parser)  # None: none
         chat = ChatCompletions(engine, model, self.in_flight, unknown_fields, self._tool_form, reasoning_form)
         completions = Completions(engine, model, self.in_flight, unknown_fields)
+        embeddings = Embeddings(engine, model, self.in_flight, unknown_fields)
         routes = {
             **plain_routes(engine, self.metrics),
             "/v1/chat/completions": post(chat, CHAT_COMPLETIONS),
             "/v1/completions": post(completions, COMPLETIONS),
+            "/v1/embeddings": post(embeddings, EMBEDDINGS),
             **model_routes(engine, model, unknown_fields, self._tool_form),
             **admin_routes(engine, self.in_flight, self.config.weights_dir),
         }

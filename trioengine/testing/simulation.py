@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 import trio
 
-from trioengine.actors.engine import Engine, open_engine
+from trioengine.actors.engine import Engine
+from trioengine.actors.opening import open_engine
 from trioengine.actors.ports import Ports, WorkerProcess
 from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.core.config import EngineConfig
@@ -139,6 +140,7 @@ class Simulation:
             path,
             self.limits.max_model_len,
             images=images,
+            embeds=self.limits.embeds,
             prints_tools=self.prints_tools,
             tool_form=self.tool_form,
             unpreparable=self.unpreparable,

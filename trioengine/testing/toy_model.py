@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from array import array
@@ -31,6 +32,7 @@ ToyImage: TypeAlias = tuple[Iterable[int], bytes]  # where its tiles begin in a 
 
 TOY_TILE = TileShape(num_tokens=3, decoded_bytes=64 << 20, feature_bytes=1 << 20)
 TOY_TILE_EDGE = 8  # pixels
+TOY_EMBEDDING_SIZE = 8
 UNREADABLE = b"\xff"  # bytes that begin with it cannot be decoded
 
 
@@ -202,6 +204,21 @@ def toy_prompt_logprobs(token_ids: Iterable[int], top: int) -> list[dict[int, fl
     return [toy_logprobs(token_id, top) for token_id in list(token_ids)[1:]]
 
 
+def toy_vector(value: int) -> bytes:
+    """The embedding of a history, given the value of its last token in the KV cache."""
+    numbers = [zlib.crc32(b"%d" % place, value) / 2**31 - 1 for place in range(TOY_EMBEDDING_SIZE)]
+    length = math.hypot(*numbers)
+    return struct.pack(f"<{TOY_EMBEDDING_SIZE}f", *(number / length for number in numbers))
+
+
+def toy_embedding(token_ids: Iterable[int], weights: int = 0) -> bytes:
+    """The reference: the embedding of a prompt with these weights, in little-endian float32."""
+    value = weights
+    for token_id in token_ids:
+        value = toy_value(token_id, value)
+    return toy_vector(value)
+
+
 class PreparationFailed(Exception):
     """Raised by the tokenizer of a model with unpreparable prompts."""
 
@@ -232,11 +249,14 @@ def toy_model(
     context_length: int = 512,
     *,
     images: bool = False,
+    embeds: bool = False,
     prints_tools: bool = False,
     tool_form: str = "hermes",
     unpreparable: str | None = None,
 ) -> ModelInfo:
     """The toy model's files, as `hub.model_files.read_model` would give them; with `images` it takes images.
+
+    With `embeds` it is an embedding model.
 
     With `prints_tools` its chat template prints the names of tools, and calls in the history; `tool_form` is that of
     the calls in its answers. Its tokenizer raises PreparationFailed for texts that contain `unpreparable`.
@@ -255,4 +275,5 @@ def toy_model(
         chat_template=ChatTemplate(toy_template(images=images, prints_tools=prints_tools, tool_form=tool_form)),
         tokenizer=tokenizer,
         images=processing,
+        embedding_size=TOY_EMBEDDING_SIZE if embeds else None,
     )

@@ -23,6 +23,7 @@ from trioengine.testing.toy_model import (
     toy_logprobs,
     toy_next,
     toy_value,
+    toy_vector,
 )
 from trioengine.testing.toy_states import ToyStates
 from trioengine.testing.toy_weights import TOY_PATH, toy_quantization, toy_weights
@@ -60,6 +61,7 @@ class ToyRunner:
         self._tile = limits.tile
         self._watch = StepWatch(limits)
         self._states = ToyStates() if limits.state_slots else None
+        self._embeds = limits.embeds
         self._begun: set[Sequence] = set()
         self._newly_begun: list[tuple[int, int, int]] = []
         self._slots: dict[int, int] = {}  # values in slots of the KV cache
@@ -140,6 +142,9 @@ class ToyRunner:
                 continue
             if sequence.request in self.fail_requests:
                 sampled.append(sequence.failure(SAMPLING_FAILED, "failed on request"))
+                continue
+            if self._embeds:
+                sampled.append(sequence.embedded_row(toy_vector(self._slots[slots[-1]])))
                 continue
             rows = [self._sampled(each) for each in entry.sampled_behind]
             row = verified(entry.draft, rows) if entry.draft else rows[0]

@@ -202,6 +202,7 @@ def limits_of(config: WorkerConfig, info: ModelInfo) -> Limits:
         max_num_batched_tokens=config.max_num_batched_tokens,
         chunked_prefill_size=chunked_prefill_size,
         enable_prefix_caching=config.enable_prefix_caching,
+        embeds=info.embeds,
         tile=None if info.vision is None else info.vision.tile,
         max_tiles_per_step=CPU_TILES if info.device == "cpu" else CUDA_TILES,
         encoder_cache_memory=config.encoder_cache_memory,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from helpers.toy_driver import answer, params
 
+from trioengine.core.codec import encode
+from trioengine.core.connection import MIN_FRAME_LIMIT
 from trioengine.core.errors import RemoteProtocolError
 from trioengine.core.messages import (
     NO_TOKEN_LEFT,
@@ -22,10 +26,10 @@ from trioengine.core.messages import (
     TokensRow,
     ToWorker,
 )
-from trioengine.core.sampling_params import ResolvedParams
+from trioengine.core.sampling_params import EMBEDDING, ResolvedParams, resolved_params
 from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.toy_model import IM_END as EOS
-from trioengine.testing.toy_model import VOCAB_SIZE
+from trioengine.testing.toy_model import VOCAB_SIZE, toy_embedding
 from trioengine.testing.toy_runner import ToyRunner
 from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.sequence import Limits, Sampled, SchedulerOutput
@@ -33,6 +37,7 @@ from trioengine.worker.scheduling.sequence import Limits, Sampled, SchedulerOutp
 LIMITS = Limits(
     vocab_size=VOCAB_SIZE, max_model_len=64, kv_blocks_total=32, block_size=4, max_num_seqs=4, max_num_batched_tokens=16
 )
+EMBEDDED = resolved_params(EMBEDDING, {}, seed=0)
 PARAMS = ResolvedParams(max_tokens=3, seed=1, ignore_eos=True)
 
 
@@ -99,6 +104,44 @@ def test_a_step_that_only_computes_a_chunk_has_no_rows() -> None:
     (reply,) = bench.core.step()
     assert isinstance(reply, Tokens)
     assert len(reply.rows) == 1
+
+
+def test_embeddings_of_a_step_are_divided_among_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each message fits a frame also if vectors have 8,192 numbers; rows keep their order."""
+    limits = replace(LIMITS, embeds=True, max_num_seqs=100, max_num_batched_tokens=200, kv_blocks_total=400)
+    bench = Bench(limits)
+    vectors = [bytes([session]) * (4 * 8192) for session in range(100)]
+
+    def embed(output: SchedulerOutput) -> list[Sampled]:
+        return [each.sequence.embedded_row(vectors[each.sequence.session]) for each in output.scheduled]
+
+    monkeypatch.setattr(bench.runner, "execute", embed)
+    for session in range(100):
+        bench.handle(AddSession(session), message(session, 1 + session, 0, [session], EMBEDDED))
+    replies = bench.core.step()
+    assert [len(reply.rows) for reply in replies if isinstance(reply, Tokens)] == [16] * 6 + [4]
+    assert max(len(encode(reply)) for reply in replies) < MIN_FRAME_LIMIT
+    rows = [row for reply in replies if isinstance(reply, Tokens) for row in reply.rows]
+    assert [row.embedding for row in rows] == vectors
+    assert {row.finish_reason for row in rows} == {FinishReason.LENGTH} and all(row.usage for row in rows)
+    assert bench.core.requests == () and bench.core.step() == []
+
+
+def test_an_embedding_model_runs_no_other_requests() -> None:
+    bench = Bench(replace(LIMITS, embeds=True))
+    bench.handle(AddSession(1))
+    with pytest.raises(RemoteProtocolError, match="request 5 is not for a model of this kind"):
+        bench.handle(message(1, 5, 0, [1, 2]))
+    bench.handle(message(1, 5, 0, [1, 2], EMBEDDED))
+    (row,) = bench.rows()
+    assert row.embedding == toy_embedding([1, 2])
+
+
+def test_another_model_embeds_nothing() -> None:
+    bench = Bench()
+    bench.handle(AddSession(1))
+    with pytest.raises(RemoteProtocolError, match="request 5 is not for a model of this kind"):
+        bench.handle(message(1, 5, 0, [1, 2], EMBEDDED))
 
 
 def test_every_step_says_how_many_tokens_were_computed() -> None:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import trio
 
-from trioengine.actors.engine import Engine, open_engine
+from trioengine.actors.engine import Engine
+from trioengine.actors.opening import open_engine
 from trioengine.cli.bench.report import percentile
 from trioengine.cli.progress import progress_bars
 from trioengine.core.config import EngineConfig

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import trio
 
-from trioengine.actors.engine import Engine, open_engine
+from trioengine.actors.engine import Engine
+from trioengine.actors.opening import open_engine
 from trioengine.cli.bench.report import check_plot, percentile, plot_over_time
 from trioengine.cli.progress import progress_bars
 from trioengine.core.config import EngineConfig

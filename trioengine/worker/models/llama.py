@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from trioengine.core.errors import InvariantError
 from trioengine.hub.llama_config import FREQUENCY_DIVISORS, LlamaConfig
 from trioengine.worker.kernels import (
     Attention,
@@ -82,13 +83,19 @@ class LlamaModel:
         embedding = f"{prefix}embed_tokens"
         self._embedding = weights.tensor(f"{embedding}.weight")
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
-        is_tied = config.tie_word_embeddings
-        self._head = weights.linear_of(self._embedding, embedding) if is_tied else weights.linear("lm_head")
+        self._head = self._read_head(weights, embedding)
         frequencies = self.read_frequencies(weights, max_model_len)
         self.rotary = self.rotary_table(frequencies, max_model_len, attention_factor(config.rope_scaling))
         reader = LayerReader(weights, prefix, config.rms_norm_eps)
         layers = [self.read_layer(index, reader.below(f"layers.{index}.")) for index in range(config.num_layers)]
         self._decoder = kernels.decoder(config, self.decoder_weights(layers, reader.norm(self.last_norm)))
+
+    def _read_head(self, weights: WeightReader, embedding: str) -> Linear | None:
+        """The layer from hidden states to logits; None for an embedding model."""
+        if self.config.embeds:
+            return None
+        is_tied = self.config.tie_word_embeddings
+        return weights.linear_of(self._embedding, embedding) if is_tied else weights.linear("lm_head")
 
     def read_frequencies(self, weights: WeightReader, max_positions: int) -> Tensor:
         """The frequencies of rotary positions: [rotary_dim / 2], float32."""
@@ -135,6 +142,8 @@ class LlamaModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [num_rows, vocab_size] of rows that `forward` has returned."""
+        if self._head is None:
+            raise InvariantError("logits of an embedding model, which has no head")
         return self._head(hidden)
 
 

@@ -16,6 +16,7 @@ from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.kernels.state_cache import StateCache
 from trioengine.worker.models import Model, VisionModel
+from trioengine.worker.runner.embedding import embed_all
 from trioengine.worker.runner.model_weights import ModelSpec, ModelWeights, failure_of, give_back, share_one_arena
 from trioengine.worker.runner.sampling import sample_all
 from trioengine.worker.runner.scoring import with_scores
@@ -45,6 +46,7 @@ class TorchModelRunner:
             kv_cache_dtype=str(spec.layout.dtype).removeprefix("torch."),
             vision=vision_of(spec),
             state_slots=spec.num_state_slots,
+            embeds=spec.model.text.embeds,
         )
         self.processing = spec.model.images  # None: the model takes no images
 
@@ -91,6 +93,8 @@ class TorchModelRunner:
                 encode_tiles(output.encode, self._vision_model)
             batch = make_batch(output, self._spec.layout.block_size, model.device)
             hidden = model.forward(batch, self._spec.kernels.attention(batch, cache), states)
+            if self.info.embeds:
+                return embed_all(hidden, output.scheduled)
             num_samples = len(batch.sample_rows)
             logits = model.logits(hidden[:num_samples])
             sampled = sample_all(logits, output.scheduled)

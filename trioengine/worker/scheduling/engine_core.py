@@ -13,10 +13,11 @@ tokens, then every token of every row sent for it. The engine computes the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from trioengine.core.connection import MIN_FRAME_LIMIT
 from trioengine.core.errors import InvariantError, ModelError, RemoteProtocolError, RequestRejected
 from trioengine.core.messages import (
     INVALID_GRAMMAR,
@@ -51,6 +52,7 @@ from trioengine.worker.scheduling.sequence import Drafter, Limits, ModelRunner, 
 from trioengine.worker.scheduling.speculation import PromptLookup
 
 Event: TypeAlias = ToWorker | PayloadArrived | PictureDecoded | GrammarCompiled
+EMBEDDING_BYTES = MIN_FRAME_LIMIT // 2  # of embeddings in a message; the rest of a frame is for its other fields
 INVALID_IMAGE = "invalid_image"  # the code of a request with an image that cannot be decoded
 
 
@@ -158,7 +160,7 @@ class EngineCore:
     def step(self) -> list[FromWorker]:
         """Schedule, run and apply one step. An exception of the runner passes through and leaves the core unusable.
 
-        One TOKENS with a row for each sequence that sampled or got logprobs of its prompt, a REQUEST_FAILED for each
+        TOKENS with a row for each sequence that sampled or got logprobs of its prompt, a REQUEST_FAILED for each
         that the runner could not compute them for, PAYLOAD_CONSUMED for images that are encoded; nothing when there is
         nothing to do.
         """
@@ -186,10 +188,18 @@ class EngineCore:
                     row.usage = sequence.usage(now)
             if sequence.status is SequenceStatus.FINISHED:
                 self._take_back(sequence)
-        replies = [Tokens(tuple(rows), self.statistics()), *failures]
+        replies = [*self._tokens(rows), *failures]
         if self._scheduler.payloads.consumed:
             replies += self._scheduler.payloads.take_consumed()
         return replies
+
+    def _tokens(self, rows: list[TokensRow]) -> Iterator[FromWorker]:
+        """The message of a step's rows; several for more embeddings than fit a frame."""
+        statistics, at_once = self.statistics(), len(rows)
+        if rows and self.limits.embeds:
+            at_once = EMBEDDING_BYTES // max(len(row.embedding or b"\0") for row in rows)
+        for start in range(0, max(1, len(rows)), max(1, at_once)):
+            yield Tokens(tuple(rows[start : start + at_once]), statistics)
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless the accounts of the scheduler, the blocks and the images agree."""
@@ -214,6 +224,8 @@ class EngineCore:
             raise RemoteProtocolError(
                 f"ADD_MESSAGE: base {message.base}, and session {message.session} holds {len(session.held)} tokens"
             )
+        if message.params.embeds is not self.limits.embeds:
+            raise RemoteProtocolError(f"ADD_MESSAGE: request {message.request} is not for a model of this kind")
         pictures = self._scheduler.pictures.find(message.images) if message.images else ()
         del session.held[message.base :]
         session.held.extend(message.token_ids)

@@ -196,6 +196,10 @@ class Sequence:
         row.prompt_logprobs = prompt_logprobs
         return row
 
+    def embedded_row(self, embedding: bytes) -> TokensRow:
+        """The only row of a sequence that is embedded."""
+        return TokensRow(self.session, self.request, token_ids(), embedding=embedding)
+
     def failure(self, code: str, message: str) -> RequestFailed:
         """The error that ends this request alone."""
         return RequestFailed(self.session, self.request, code, message)
@@ -226,6 +230,7 @@ class Limits:
     chunked_prefill_size: int = 2048  # tokens of prompts in one step
     enable_prefix_caching: bool = True
     state_slots: int = 0  # of the model's states, one of them for padding; 0: it has none
+    embeds: bool = False  # an embedding model: prompts are embedded, and nothing is sampled
     tile: TileShape | None = None  # None: the model takes no images
     max_tiles_per_step: int = 1  # that are encoded
     encoder_cache_memory: int = DEFAULT_ENCODER_CACHE_MEMORY  # bytes of features that no sequence uses
@@ -343,7 +348,8 @@ class SchedulerOutput:
         return sum(entry.num_new_tokens for entry in self.scheduled)
 
 
-# A row with a token, with logprobs of the prompt, or both, still without finish reason and usage; or an error.
+# A row with a token, with logprobs of the prompt, or both, or with an embedding, still without finish reason and usage;
+# or an error.
 Sampled: TypeAlias = TokensRow | RequestFailed
 
 
@@ -392,3 +398,4 @@ class ModelInfo:
     kv_cache_dtype: str = "float32"
     vision: Vision | None = None  # None: the model takes no images
     state_slots: int = 0  # 0: it has no states beside keys and values
+    embeds: bool = False  # an embedding model

@@ -40,11 +40,12 @@ class SafetensorsCheckpoint:
         self._files: dict[Path, Any] = {}  # those that are open
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        file = self._stored[name].file
+        stored = self._stored[name]
+        file = stored.file
         try:
             if file not in self._files:
                 self._files[file] = safe_open(str(file), framework="pt", device="cpu")
-            tensor: torch.Tensor = self._files[file].get_tensor(name)
+            tensor: torch.Tensor = self._files[file].get_tensor(stored.name)
         except (SafetensorError, OSError) as exc:  # it has changed since its header was read
             raise ModelError(f"{file} is damaged: {excerpt(str(exc))}") from exc
         return tensor.to(dtype, copy=True)
