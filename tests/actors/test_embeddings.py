@@ -7,7 +7,15 @@ import pytest
 import trio
 from helpers.expectations import everything_is_given_back
 
-from trioengine import EngineConfig, EngineOverloaded, RequestRejected, SamplingFailed, SessionEnded, TimedOut
+from trioengine import (
+    EngineClosed,
+    EngineConfig,
+    EngineOverloaded,
+    RequestRejected,
+    SamplingFailed,
+    SessionEnded,
+    TimedOut,
+)
 from trioengine.core.embedding import MAX_INPUTS, vector_of
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulation import DEFAULT_LIMITS
@@ -102,6 +110,34 @@ async def test_a_death_changes_nothing(autojump_clock, simulated, seconds):
         embeddings = await engine.embed(inputs)
     assert embeddings.vectors == expected(*inputs)
     assert len(simulation.workers) == 2
+
+
+async def test_a_death_while_inputs_wait_for_slots(autojump_clock):
+    async with simulated_engine(EngineConfig(model="toy", max_sessions=20), limits=LIMITS) as (engine, simulation):
+        async with trio.open_nursery() as nursery:
+
+            @nursery.start_soon
+            async def kill():
+                await trio.sleep(0.02)
+                simulation.worker.kill()
+
+            embeddings = await engine.embed([LONG] * 100)
+        assert embeddings.vectors == expected(*[LONG] * 100)
+        assert len(simulation.workers) == 2
+        await everything_is_given_back(engine, simulation)
+
+
+async def test_a_drain_refuses_inputs_that_wait_for_slots(autojump_clock):
+    async with simulated_engine(EngineConfig(model="toy", max_sessions=20), limits=LIMITS) as (engine, _):
+        async with trio.open_nursery() as nursery:
+
+            @nursery.start_soon
+            async def drain():
+                await trio.sleep(0.02)
+                await engine.drain()
+
+            with pytest.raises(EngineClosed, match="draining"):
+                await engine.embed([LONG] * 100)
 
 
 async def test_a_sleep_that_keeps_requests(autojump_clock, simulated):

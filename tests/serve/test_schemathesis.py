@@ -1,7 +1,7 @@
 """schemathesis makes requests from /openapi.json: each gets a response that the document promises, and no 5xx.
 
 Each bound and each option of a field is tried, the same in each run; `--slow` adds random requests of one seed. The
-routes that put the engine to sleep have a server of their own.
+routes that put the engine to sleep have a server of their own, and so has the one of embedding models.
 """
 
 import os
@@ -30,9 +30,10 @@ CHECKING = "helpers.schemathesis_checks"
 NEVER_OK = {("GET", "/v1/realtime"), ("POST", "/update_weights")}  # a WebSocket's, and refused without a directory
 BOUNDS = ["--phases", "coverage", "--generation-deterministic"]
 RANDOM = ["--phases", "fuzzing", "--seed", "1", "--max-examples", "200", "--generation-database", "none"]
-POWER, STREAMS = "sleep|wake", "completions"
+POWER, STREAMS, EMBEDDINGS = "sleep|wake", "completions", "embeddings"
 GROUPS = {  # the paths of each, and the fields of its server's ServeConfig
-    "others": (f"^(?!.*({POWER}))", {}),
+    "others": (f"^(?!.*({POWER}|{EMBEDDINGS}))", {}),
+    "embeddings": (EMBEDDINGS, {}),
     "power": (POWER, KEYS),
     "streams": (STREAMS, {}),
 }
@@ -56,7 +57,7 @@ async def test_every_response_is_promised(tmp_path, group, phase):
     if group == "streams":
         environment["STREAMED"] = "true"
     (tmp_path / "schemathesis.toml").write_text("max-stream-events = 100000\n")  # streams are read to their end
-    async with on_loopback(SHORT, **keys) as server:
+    async with on_loopback(replace(SHORT, embeds=group == "embeddings"), **keys) as server:
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{server.port}/openapi.json"]
         run = await trio.run_process(
             [*command, *options], check=False, capture_stdout=True, cwd=tmp_path, env=environment

@@ -108,11 +108,13 @@ LLAMA3_DIGITS = ["HelloWorld", "'s", " ", "123", "45", " /\n", " ", " x"]
         ("default", ["HelloWorld", "'", "s", " ", "123", "45", " ", "/", "\n ", " x"]),
         ("gpt-2", ["HelloWorld", "'s", " 12345", " /", "\n ", " x"]),
         ("gpt-4o", ["Hello", "World's", " ", "123", "45", " /\n", " ", " x"]),
+        ("lfm2", LLAMA3_DIGITS),
         ("llama-bpe", LLAMA3_DIGITS),
         ("llama-v3", LLAMA3_DIGITS),
         ("olmo", ["HelloWorld", "'s", " 12345", " /", "\n ", " x"]),
         ("qwen2", ["HelloWorld", "'s", " ", "1", "2", "3", "4", "5", " /\n", " ", " x"]),
         ("refact", GPT2_DIGITS),
+        ("seed-coder", ["HelloWorld", "'s", " ", "1", "2", "3", "4", "5", " /", "\n", " ", " x"]),
         ("smaug-bpe", LLAMA3_DIGITS),
         ("smollm", GPT2_DIGITS),
         ("starcoder", GPT2_DIGITS),
@@ -127,7 +129,7 @@ def test_tokenizer_ggml_pre_decides_the_words(pre, pieces):
 
 
 @pytest.mark.parametrize(
-    ("pre", "is_whole"), [("llama-v3", True), ("tekken", True), ("dbrx", False), ("gpt-4o", False)]
+    ("pre", "is_whole"), [("lfm2", True), ("llama-v3", True), ("tekken", True), ("dbrx", False), ("gpt-4o", False)]
 )
 def test_a_word_that_no_merge_makes(pre, is_whole):
     tokens = [*metadata()["tokenizer.ggml.tokens"], "word"]

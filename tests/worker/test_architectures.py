@@ -19,6 +19,7 @@ from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOu
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT, StateCopy
 from trioengine.worker.weights import open_checkpoint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 REFERENCE = reference("decoders_reference.json")
 IN_GGUF = {  # variants, with the keys of GGUF metadata that config.json has in another form
     "qwen3": {},

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers.torch_driver import needs_compiler
+from helpers import tiny_decoders
+from helpers.torch_driver import load, needs_compiler
 from torch.nn.functional import silu, softplus
 
 from trioengine.core.errors import InvariantError
@@ -184,3 +185,14 @@ def test_heads_that_are_too_large_are_refused():
     step = Step([1], (1, 1, 8, 257, 2), torch.float32)
     with pytest.raises(InvariantError, match="heads of 8 and 257 elements in a delta net"):
         step.run(native(torch.float32))
+
+
+@pytest.mark.parametrize(("dtype", "kept_bytes"), [("float32", 4), ("bfloat16", 2)])
+def test_the_memory_of_states(tmp_path, dtype, kept_bytes):
+    """Matrices are in float32 in every dtype; slots take at most half of the memory."""
+    path = tiny_decoders.write(tmp_path, "qwen3_5")
+    layer = 3 * (2 * 2 * 12 + 4 * 8) * kept_bytes + 4 * 12 * 8 * 4  # 4 of 5 layers have a delta net
+    for slots, memory in ((20, 40 * 4 * layer), (2 * 64 + 1, 4 << 20)):
+        runner = load(path, dtype=dtype, kv_cache_memory=memory, max_num_seqs=64)
+        assert runner.info.state_slots == slots
+        assert sum(part.nbytes for part in runner.states.parts) == slots * 4 * layer

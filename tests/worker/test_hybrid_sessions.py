@@ -13,6 +13,7 @@ from trioengine.core.types import token_ids
 from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.sequence import Limits
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PARAMS = ResolvedParams(temperature=0.0, seed=0, max_tokens=7, ignore_eos=True)
 
 

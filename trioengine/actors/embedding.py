@@ -55,7 +55,7 @@ def input_token_ids(
     found: list[list[int]] = []
     for index, given in enumerate(inputs):
         where = name if len(inputs) == 1 else f"{name}[{index}]"
-        if given == "":
+        if isinstance(given, str) and not given:
             raise RequestRejected("empty_prompt", f"{where} is empty", param=where)
         found.append(raw_token_ids(given, where, tokenizer, limits, EMBEDDING.max_tokens))
     return found
@@ -101,7 +101,8 @@ class EmbeddingCall:
     ) -> None:
         """`around` is entered around the request of each input.
 
-        `wait` is as in Session.generate; the inputs behind the first one wait for a slot in any case.
+        `wait` is as in Session.generate. The inputs behind the first one wait in any case, also for the next worker and
+        for the end of a sleep, as requests do that have been admitted.
         """
         self._runtime = runtime
         self._inputs = inputs
@@ -141,7 +142,7 @@ class EmbeddingCall:
             for index, token_ids in left:
                 if index:
                     await self._is_admitted.wait()
-                self._vectors[index] = await self._embed(token_ids, self._wait if index == 0 else self._wait or None)
+                self._vectors[index] = await self._embed(token_ids, self._wait if index == 0 else True)
         except Exception as exc:
             self._failure = self._failure or exc
             scope.cancel()

@@ -278,7 +278,8 @@ class Engine:
 
         `timeout`, in seconds, `wait` and `label` as in Session.generate; with `wait=False` the first input must find
         a free slot, and the others wait. Raises RequestRejected, with the index of the input, for one that is empty
-        or too long, and SessionEnded if one was aborted. Cancelled, all are aborted.
+        or too long, SessionEnded if one was aborted, and EngineClosed if the engine drains while inputs wait for a
+        slot. Cancelled, all are aborted.
         """
         deadline = deadline_after(timeout)
         return await embed_all(self.runtime, inputs, dimensions, deadline=deadline, wait=wait, label=label)

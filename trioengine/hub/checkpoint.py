@@ -207,9 +207,13 @@ def _in_hf_shapes(tensors: Mapping[str, GGUFTensor], wanted: Mapping[str, Shape]
     shaped: dict[str, GGUFTensor] = {}
     for name, tensor in tensors.items():
         shape = wanted.get(name, tensor.shape)
-        is_same = [size for size in shape if size > 1] == [size for size in tensor.shape if size > 1]
+        is_same = shape[-1:] == tensor.shape[-1:] and _large(shape) == _large(tensor.shape)
         shaped[name] = replace(tensor, shape=shape) if is_same else tensor
     return shaped
+
+
+def _large(shape: Shape) -> list[int]:
+    return [size for size in shape if size > 1]
 
 
 def _unstacked(name: str, tensor: GGUFTensor, path: Path) -> Iterator[tuple[str, GGUFTensor]]:

@@ -175,7 +175,8 @@ def _attends(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     indices = fields.get("full_attn_idxs")
     if indices is not None and not (isinstance(indices, list) and all(type(index) is int for index in indices)):
         raise fields.bad("full_attn_idxs", "must be a list of layers")
-    kinds = ["full_attention" if indices is None or index in indices else "conv" for index in range(num_layers)]
+    attends = set(range(num_layers) if indices is None else indices)
+    kinds = ["full_attention" if index in attends else "conv" for index in range(num_layers)]
     return attention_layers(fields, num_layers, "conv", kinds)
 
 

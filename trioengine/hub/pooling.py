@@ -67,6 +67,6 @@ def _pooling_folder(directory: Path) -> Path | None:
         known = ", ".join(_KINDS)
         raise ModelError(f"{path}: the modules {brief(', '.join(kinds))} are not supported; supported: {known}")
     name = modules[1].string("path")
-    if modules[0].string("path") or not name or Path(name).name != name:
+    if modules[0].string("path") or not name or Path(name).name != name or name == "..":
         raise ModelError(f"{path}: the model must lie beside the file, and its pooling in a folder of its own")
     return directory / name

@@ -65,4 +65,5 @@ def _layers_with_experts(fields: Fields, num_layers: int) -> list[bool]:
     step, dense = fields.count("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(index) is int for index in dense):
         raise fields.bad("mlp_only_layers", "must be a list of layers")
-    return [(index + 1) % step == 0 and index not in dense for index in range(num_layers)]
+    without = set(dense)
+    return [(index + 1) % step == 0 and index not in without for index in range(num_layers)]

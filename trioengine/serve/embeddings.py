@@ -41,7 +41,7 @@ OPERATION = Operation(
     errors=(404, 409, 429),
 )
 MANY_NUMBERS = 10_000  # in a response; more are rendered in a thread
-_SIZES = {"float": 16, "base64": 16 / 3}  # bytes of a number in a response, at most
+_SIZES = {"float": 17, "base64": 16 / 3}  # bytes of a number in a response, at most
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"messages": (), "truncate_prompt_tokens": ()}
 FIELDS = frozenset({*EmbeddingsRequest.__struct_encode_fields__, *HARMLESS, *_UNSUPPORTED})
 

@@ -183,6 +183,7 @@ _LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_SEED_CODER = _QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
 _CASES = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+SUFFIX"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*SUFFIX"
@@ -225,15 +226,17 @@ SPLITTINGS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "default": _default,
     "gpt-2": _gpt2,
     "gpt-4o": lambda: _by_regex(_GPT4O),
+    "lfm2": lambda: _by_regex(_LLAMA3),
     "llama-bpe": lambda: _by_regex(_LLAMA3),
     "llama-v3": lambda: _by_regex(_LLAMA3),
     "olmo": _gpt2,
     "qwen2": lambda: _by_regex(_QWEN2),
     "refact": _smollm,
+    "seed-coder": lambda: _by_regex(_SEED_CODER),
     "smaug-bpe": lambda: _by_regex(_LLAMA3),
     "smollm": _smollm,
     "starcoder": _smollm,
     "tekken": lambda: _by_regex(_TEKKEN),
 }
 # A word that is a token is one, whatever the merges are, and texts begin with the bos token by default.
-_WHOLE_WORDS = frozenset({"llama-bpe", "llama-v3", "tekken"})
+_WHOLE_WORDS = frozenset({"lfm2", "llama-bpe", "llama-v3", "tekken"})

@@ -76,6 +76,8 @@ class ProfiledSteps:
         self._spec = spec = ModelSpec.read(config)
         if spec.device.type != "cpu":
             raise ModelError(f"steps are profiled on a CPU, not on {spec.device}; choose the device cpu")
+        if spec.model.text.embeds:
+            raise ModelError(f"{config.model_path} is an embedding model: its steps are not profiled")
         self._runner = TorchModelRunner(spec, ModelWeights(spec, config.model_path, lambda done, total: None))
         self._runner.wake(ALL_TAGS)
         self._limits = limits_of(replace(config, enable_prefix_caching=False), self._runner.info)

@@ -167,6 +167,21 @@ def test_a_failed_step_keeps_no_state():
     assert counts(scheduler) == (8, 0, 0)
 
 
+@pytest.mark.parametrize("num_common", [8, 9, 11])
+def test_a_failed_request_leaves_no_state_behind_blocks_of_others(num_common):
+    """It saves one behind a block that it has in common with an earlier request, and fails in a later step."""
+    scheduler, runner = stateful(max_num_batched_tokens=num_common + 1)
+    common = [1] * num_common
+    run(scheduler, runner, 1, [*common, *[2] * 5])
+    kept = counts(scheduler)[1]
+    runner.fail_requests.add(2)
+    scheduler.add(sequence_of(2, [*common, *[3] * 5]))
+    run_step(scheduler, runner)
+    assert counts(scheduler)[1] > kept
+    run_all(scheduler, runner)
+    assert run(scheduler, runner, 3, [*common, *[4] * 5])[1] == 0
+
+
 def test_memory_that_is_given_up_has_no_states():
     scheduler, runner = stateful()
     run(scheduler, runner, 1, PROMPT)

@@ -129,13 +129,13 @@ def size_caches(
     if memory is None:
         memory = _free_on_cuda(config, device, weights, per_block) if device.type == "cuda" else _free_on_cpu()
     num_slots = max(2, min(most_slots, memory // 2 // per_slot)) if per_slot else 0
-    memory -= num_slots * per_slot
-    if memory < per_block:
+    if memory < num_slots * per_slot + per_block:
+        states = f", and two state slots, which take {2 * per_slot} bytes" if per_slot else ""
         raise ModelError(
             f"kv_cache_memory (--kv-cache-memory) is too small: {memory} bytes hold no block "
-            f"of {config.block_size} tokens, which takes {per_block} bytes"
+            f"of {config.block_size} tokens, which takes {per_block} bytes{states}"
         )
-    return memory // per_block, num_slots
+    return (memory - num_slots * per_slot) // per_block, num_slots
 
 
 def _free_on_cpu() -> int:

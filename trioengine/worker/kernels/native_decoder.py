@@ -42,7 +42,7 @@ _WEIGHTS = ("qkv", "output", "gate_up", "down")
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _OF_ALL = ("norms", "qkv", "attention", "convolution", "delta", "output", "gate_up", "activation", "down")
 _OF_EXPERTS = ("router", "routing")
-OPERATIONS = (*_OF_ALL, *_OF_EXPERTS)  # as decoder.h's
+OPERATIONS = (*_OF_ALL, *_OF_EXPERTS)  # as decoder.h's; a model has some of them
 FUNCTIONS: Mapping[str, tuple[type, ...]] = {"decode": (_ADDRESS, _ADDRESS, _ADDRESS)}
 
 
@@ -248,7 +248,7 @@ class NativeDecoder:
             for name, product, count in layer.computed(tokens, rows):
                 computed.setdefault(name, []).append((product, count))
         for name, nanoseconds in zip(OPERATIONS, times, strict=True):
-            if self._experts or name not in _OF_EXPERTS:
+            if nanoseconds:
                 profile.add_product(name, nanoseconds / 1e9, computed.get(name, ()))
 
     def _reserve(self, tokens: int, attention: NativeAttention, times: int | None) -> _Scratch:

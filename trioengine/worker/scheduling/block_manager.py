@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from hashlib import blake2b
 from typing import NamedTuple
@@ -279,7 +280,18 @@ class BlockManager:
             sequence.state_slot = PADDING_SLOT
         for block in sequence.block_table:
             self._forget(block)
+        if self.states:
+            for found in self._beside(sequence):
+                self.states.forget(found)
         self.release(sequence)
+
+    def _beside(self, sequence: Sequence) -> Iterator[int]:
+        """Blocks of others by which the sequence's prefixes are found, whose states may be its own."""
+        for index in range((sequence.num_tokens - 1) // self.block_size + 1):
+            parent, first = self._digest(sequence, index), index * self.block_size
+            branch = parent, sequence.content(first, first + 1)[0]
+            found = self._by_digest.get(parent), self._by_branch.get(branch)
+            yield from (block for block in found if block is not None)
 
     def forget_all(self) -> None:
         """Make all blocks free and unfindable. Raises InvariantError while a sequence holds one."""

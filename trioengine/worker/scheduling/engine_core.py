@@ -197,7 +197,7 @@ class EngineCore:
         """The message of a step's rows; several for more embeddings than fit a frame."""
         statistics, at_once = self.statistics(), len(rows)
         if rows and self.limits.embeds:
-            at_once = EMBEDDING_BYTES // max(len(row.embedding or b"\0") for row in rows)
+            at_once = max(1, EMBEDDING_BYTES // max(len(row.embedding or b"\0") for row in rows))
         for start in range(0, max(1, len(rows)), max(1, at_once)):
             yield Tokens(tuple(rows[start : start + at_once]), statistics)
 
