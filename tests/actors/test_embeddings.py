@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 import trio
-from helpers.expectations import everything_is_given_back
+import trio.testing
+from helpers.expectations import everything_is_given_back, until
 
 from trioengine import (
     EngineClosed,
@@ -118,7 +119,7 @@ async def test_a_death_while_inputs_wait_for_slots(autojump_clock):
 
             @nursery.start_soon
             async def kill():
-                await trio.sleep(0.02)
+                await until(engine, lambda: engine.statistics().finished)
                 simulation.worker.kill()
 
             embeddings = await engine.embed([LONG] * 100)
@@ -133,7 +134,7 @@ async def test_a_drain_refuses_inputs_that_wait_for_slots(autojump_clock):
 
             @nursery.start_soon
             async def drain():
-                await trio.sleep(0.02)
+                await until(engine, lambda: engine.statistics().finished)
                 await engine.drain()
 
             with pytest.raises(EngineClosed, match="draining"):
@@ -149,7 +150,7 @@ async def test_a_sleep_that_keeps_requests(autojump_clock, simulated):
         async def embed():
             found.extend((await engine.embed([LONG] * 8, wait=True)).vectors)
 
-        await trio.sleep(0.01)
+        await trio.testing.wait_all_tasks_blocked()
         await engine.sleep(mode="keep")
         assert not found
         await engine.wake()
@@ -180,7 +181,7 @@ async def test_an_abort_of_one_ends_all(autojump_clock, simulated):
             with pytest.raises(SessionEnded, match=r"the request was aborted \(client\)"):
                 await engine.embed([LONG] * 100, label="mine")
 
-        await trio.sleep(0.01)
+        await trio.testing.wait_all_tasks_blocked()
         assert engine.abort("mine") > 0
 
 
@@ -208,7 +209,7 @@ async def test_more_inputs_than_slots(autojump_clock):
         assert (await engine.embed(inputs, wait=False)).vectors == expected(*inputs)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(engine.embed, [LONG] * 10)
-            await trio.sleep(0.01)
+            await trio.testing.wait_all_tasks_blocked()
             with pytest.raises(EngineOverloaded):
                 await engine.embed("a", wait=False)
         await everything_is_given_back(engine, simulation)

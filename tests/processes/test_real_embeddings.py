@@ -9,6 +9,7 @@ import pytest
 import trio
 from helpers import tiny_embedder
 from helpers.embedder_tokenizer import add_tokenizer
+from helpers.expectations import until
 from helpers.tiny_embedder import PROMPTS
 from helpers.torch_driver import needs_compiler, reference
 
@@ -44,7 +45,7 @@ async def test_embeddings_of_the_real_worker(tmp_path):
                 for _ in range(5):
                     found.append((await engine.embed(many, wait=True)).vectors)
 
-            await trio.sleep(0.01)
+            await until(engine, lambda: engine.statistics().waiting)
             os.kill(engine.statistics().worker_pid, signal.SIGKILL)
         await engine.ready()
         assert found == [crowd.vectors] * 5

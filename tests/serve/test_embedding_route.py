@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import trio
+import trio.testing
 from helpers.clients import chat, open_clients
 
 from trioengine import EngineConfig
@@ -162,9 +163,8 @@ async def test_realtime_of_an_embedding_model(autojump_clock, clients):
 
 async def under_way(engine):
     """Wait until the worker has a request; its only row is its last one."""
-    with trio.fail_after(5):
-        while not engine.statistics().waiting:  # noqa: ASYNC110 - there is no event to wait for
-            await trio.sleep(0.001)
+    await trio.testing.wait_all_tasks_blocked()
+    assert engine.statistics().waiting
 
 
 @pytest.mark.parametrize("count", [1, 5, 300])
@@ -213,10 +213,9 @@ async def test_inputs_are_sessions_of_the_key(autojump_clock):
     async with open_clients(limits=LIMITS, max_sessions_per_key=2, **KEYS) as clients, clients.connect() as client:
         await client.send("POST", PATH, {"input": [LONG] * 9}, **KEY)
         most = 0
-        with trio.fail_after(60):
-            while clients.engine.statistics().finished < 9:
-                most = max(most, sum(clients.server.connections._access._sessions._counts.values()))
-                await trio.sleep(0.001)
+        while clients.engine.statistics().finished < 9:
+            await clients.engine.runtime.gate.changed()
+            most = max(most, sum(clients.server.connections._access._sessions._counts.values()))
         assert len((await client.answer()).json["data"]) == 9
         assert most == 2
 
