@@ -6,9 +6,11 @@ import helpers.tiny_llama
 import helpers.tiny_smolvlm
 import pytest
 import torch
-from helpers.torch_driver import backend
+from helpers.torch_driver import backend, needs_compiler
 
 from trioengine.worker.kernels import torch_kernels
+from trioengine.worker.kernels.native_kernels import NativeKernels
+from trioengine.worker.kernels.torch_kernels import TorchKernels
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -40,6 +42,26 @@ def options(request, monkeypatch):
         return backend(request.param)
     monkeypatch.setattr(torch_kernels, "_SCORES_BYTES", 0 if request.param == "fused" else 1 << 20)
     return backend("torch")
+
+
+@pytest.fixture
+def inference():
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(params=["torch", None, "AVX2", "0"])
+def kernels(request, dtype):
+    """Kernels of a model with 4 heads, 2 of keys and values: torch's, and those in C++ by instructions at most."""
+    if request.param == "torch":
+        return TorchKernels(4, dtype)
+    needs_compiler()
+    return NativeKernels(4, 2, 16, dtype, 16, request.param)
 
 
 def on_one_thread():

@@ -4,16 +4,14 @@ import pytest
 import torch
 from helpers import tiny_decoders
 from helpers.tiny_llama import PROMPT
-from helpers.torch_driver import load, needs_compiler
+from helpers.torch_driver import load
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.hub.model_config import StatePart
 from trioengine.worker.kernels import Convolution
 from trioengine.worker.kernels.batch import StateRows
-from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.state_cache import StateCache
-from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT, StateCopy
 
@@ -21,25 +19,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LENGTHS = [[1], [1, 1, 1, 1], [7], [2, 1, 40, 3], [1, 1, 90, 1]]
 SIZES = [(48, 3), (33, 2), (7, 5), (96, 9)]  # columns, taps
 NUM_SLOTS = 12
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients():
-    with torch.inference_mode():
-        yield
-
-
-@pytest.fixture(params=TOLERANCES, ids=str)
-def dtype(request):
-    return request.param
-
-
-@pytest.fixture(params=["torch", None, "AVX2", "0"])
-def kernels(request, dtype):
-    if request.param == "torch":
-        return TorchKernels(4, dtype)
-    needs_compiler()
-    return NativeKernels(4, 2, 16, dtype, 16, request.param)
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 class Step:

@@ -10,34 +10,18 @@ from trioengine.core.errors import InvariantError
 from trioengine.worker.kernels import GatedDelta, RMSNorm
 from trioengine.worker.kernels.batch import StateRows
 from trioengine.worker.kernels.native_kernels import NativeKernels
-from trioengine.worker.kernels.torch_kernels import TorchKernels
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 LENGTHS = [[1], [1, 1, 1, 1], [7], [2, 1, 40, 3], [1, 1, 90, 1]]
 # Heads of keys and of values, their sizes, and taps: the registers of a row of the matrix are none, one or several.
 SHAPES = [(2, 4, 12, 8, 4), (3, 3, 16, 36, 2), (1, 6, 10, 33, 5), (2, 2, 24, 160, 4), (1, 2, 7, 3, 3)]
 NUM_SLOTS = 12
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients():
-    with torch.inference_mode():
-        yield
-
-
-@pytest.fixture(params=TOLERANCES, ids=str)
-def dtype(request):
-    return request.param
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def native(dtype, at_most=None):
     needs_compiler()
     return NativeKernels(4, 2, 16, dtype, 16, at_most)
-
-
-@pytest.fixture(params=["torch", None, "AVX2", "0"])
-def kernels(request, dtype):
-    return TorchKernels(4, dtype) if request.param == "torch" else native(dtype, request.param)
 
 
 class Step:
