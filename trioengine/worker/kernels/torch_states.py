@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn.functional import silu, softplus
 
 from trioengine.worker.kernels import GatedDelta
 from trioengine.worker.kernels.batch import StateRows
@@ -51,15 +51,15 @@ def update_delta(inputs: Tensor, delta: GatedDelta, kept: Tensor, matrices: Tens
     keys, values = delta.num_key_heads * key_dim, heads * value_dim
     past, z, b, a = torch.split(inputs, [2 * keys + values, values, heads, heads], dim=1)
     known = Past(past, kept, rows)
-    q, k, v = torch.split(F.silu(known.convolved(delta.taps)), [keys, keys, values], dim=1)
+    q, k, v = torch.split(silu(known.convolved(delta.taps)), [keys, keys, values], dim=1)
     known.store(kept)
     q, k = (_unit(x.view(-1, delta.num_key_heads, key_dim), heads // delta.num_key_heads) for x in (q, k))
     q, v = q * key_dim**-0.5, v.view(-1, heads, value_dim)
-    shares = torch.exp(-delta.rates * F.softplus(a.float() + delta.time_bias))
+    shares = torch.exp(-delta.rates * softplus(a.float() + delta.time_bias))
     results = _scan(q, k, v, shares, b.float().sigmoid(), matrices, rows)
     scales = torch.rsqrt(results.square().mean(-1, keepdim=True) + delta.norm.epsilon)
     normed = (results * scales * delta.norm.weight).flatten(1)
-    return (normed * F.silu(z.float())).to(inputs.dtype)
+    return (normed * silu(z.float())).to(inputs.dtype)
 
 
 def _unit(x: Tensor, count: int) -> Tensor:
