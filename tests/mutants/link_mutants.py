@@ -77,14 +77,15 @@ LINK_MUTANTS = (
         "F18",
         "the worker dies, and its readers are not told",
         replaced(SessionActor, "on_worker_lost", _tell_nobody_who_runs),
-        shows="waits? forever|the worker holds sessions|still on the worker|in flight, the worker has none",
+        shows="waits? forever|the worker holds sessions|still on the worker|in flight, the worker has none"
+        "|the link knows sessions",
     ),
     Mutant(
         "F27",
         "what was said for one session reaches another",
         replaced(Sessions, "__init__", _find_the_oldest),
         shows="waits? forever|in flight|the model's|ended by error|the worker holds sessions"
-        "|LocalProtocolError|every state with a request|only while attached",
+        "|LocalProtocolError|every state with a request|only while attached|other logprobs than",
     ),
     Mutant(
         "F45",
