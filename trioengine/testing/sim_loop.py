@@ -38,6 +38,7 @@ FIFO = 0  # an order of tasks: that of their start
 WIDTH, MAX_LINES = 120, 4  # of the places in which tasks wait
 _TRIO = str(Path(trio.__file__).parent)
 _KIT = str(Path(__file__).parent)
+_AIO = str(Path(__file__).parents[1] / "aio")  # whose functions wait for many others
 
 
 class Livelock(AssertionError):
@@ -307,7 +308,10 @@ def _stack(task: trio.lowlevel.Task) -> str:
 
 
 def _place(task: trio.lowlevel.Task, is_users: Callable[[str], bool]) -> str:
-    """The innermost function of the user's, or else one that is neither trio's nor the kit's; empty without one."""
+    """The innermost function of the user's, or else one that only waits for itself; empty without one.
+
+    That is neither trio's nor the kit's, and not one of `trioengine.aio` that another calls.
+    """
     frames = [
         (frame.f_code, line)
         for frame, line in await_frames(task.coro)
@@ -315,7 +319,9 @@ def _place(task: trio.lowlevel.Task, is_users: Callable[[str], bool]) -> str:
     ]
     if not frames:
         return ""
-    code, line = ([each for each in frames if is_users(each[0].co_filename)] or frames)[-1]
+    users = [each for each in frames if is_users(each[0].co_filename)]
+    callers = [each for each in frames if not each[0].co_filename.startswith(_AIO)]
+    code, line = (users or callers or frames)[-1]
     return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{line} {code.co_qualname}"
 
 

@@ -35,16 +35,19 @@ class Bounds:
         """Time has passed, and the world was not attended."""
         self._since.clear()
 
-    def check(self, now: float, seconds: float, waits: Iterable[Wait]) -> None:
-        """Nothing can run or move for so many seconds: raise AssertionError if that is too long for one of the waits.
+    def too_long(self, now: float, seconds: float, waits: Iterable[Wait]) -> str | None:
+        """Nothing can run or move for so many seconds: a complaint, if that is too long for one of the waits.
 
-        It is checked beforehand, because a wait that ends too late is over afterwards.
+        It is looked for beforehand, because a wait that ends too late is over afterwards.
         """
+        complaint = None
         before, self._since = self._since, {}
         for wait in waits:
             began = self._since[wait.key] = before.get(wait.key, now)
             takes = now + seconds - began
-            assert takes <= wait.seconds + ROUNDING, f"{wait.name} for {takes:g} s, and must not for {wait.seconds:g} s"
+            if complaint is None and takes > wait.seconds + ROUNDING:
+                complaint = f"{wait.name} for {takes:g} s, and must not for {wait.seconds:g} s"
+        return complaint
 
 
 def waits_of(engine: Engine, worker: SimulatedWorker | None, *, is_closing: bool, is_over: bool) -> Iterator[Wait]:

@@ -241,7 +241,7 @@ class World(Machine):
     ) -> None:
         """Settle, and let the clock jump from deadline to deadline, until it is done or the horizon is reached.
 
-        The complaint shows where the tasks with these names wait, in this order, or all tasks, below a summary.
+        The complaint shows where the tasks with these names wait, in this order, or all tasks.
         """
         self._settle()
         passed = 0.0
@@ -251,10 +251,7 @@ class World(Machine):
                 step = min(step, self.worker.seconds_to_recover)
             self._raise_crash()
             if math.isinf(step) or passed >= self.horizon:
-                problem = complaint if isinstance(complaint, str) else complaint()
-                places = self.loop.places(names, is_users)
-                parts = (f"{problem}:", *([places, ""] if places else []), self.loop.stacks(names))
-                raise AssertionError("\n".join(parts))
+                raise self._with_places(complaint if isinstance(complaint, str) else complaint(), names)
             self._check_bounds(step)
             self.loop.clock.jump(max(step, 0.0))
             passed += step
@@ -262,7 +259,15 @@ class World(Machine):
 
     def _check_bounds(self, seconds: float) -> None:
         """At rest, and for so many seconds nothing will happen: then nothing takes longer than it may."""
-        self.bounds.check(self.seconds, seconds, self._waits())
+        complaint = self.bounds.too_long(self.seconds, seconds, self._waits())
+        if complaint is not None:
+            raise self._with_places(complaint)
+
+    def _with_places(self, complaint: str, names: Iterable[str] | None = None) -> AssertionError:
+        """The complaint, and where the tasks with these names wait, or all tasks: a summary, and their stacks."""
+        places = self.loop.places(names, is_users)
+        parts = (f"{complaint}:", *([places, ""] if places else []), self.loop.stacks(names))
+        return AssertionError("\n".join(parts))
 
     def _waits(self) -> Iterator[Wait]:
         """Everything that has to be over soon."""
