@@ -207,12 +207,12 @@ def test_a_torch_that_is_broken(program, why):
     ("device", "kernels", "expected"),
     [
         ("cpu", "native", []),
-        ("cuda", "torch", []),
+        ("cuda", "triton", []),
         ("cpu", "torch", [(Severity.WARNING, "torch's kernels are used, which take longer: there is no compiler")]),
     ],
 )
 def test_a_machine_without_a_compiler(device, kernels, expected):
-    found = json.dumps({"device": device, "kernels": kernels, "no_native_kernels": "there is no compiler"})
+    found = json.dumps({"device": device, "kernels": kernels, "no_kernels": "there is no compiler"})
     assert messages(check_worker([sys.executable, "-c", f"print({MARK!r} + {found!r})"])) == expected
 
 

@@ -232,6 +232,7 @@ BAD_CONFIG = {
     "device": ["tpu", "cuda:", "cuda:x", "cuda:-1", "cuda:128", "cuda:01", "cuda:٣", "cuda:" + "9" * 20, *NO_NUMBERS],
     "dtype": ["int4", *NO_NUMBERS],
     "kernels": ["", "cuda", *NO_NUMBERS],
+    "cuda_graphs": ["", "always", *NO_NUMBERS],
     "quantization": ["", "int4", *NO_NUMBERS],
     "kv_cache_dtype": ["", "fp8", *NO_NUMBERS],
     "max_num_seqs": [0, 2**31, *NO_INTEGERS],

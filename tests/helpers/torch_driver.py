@@ -64,7 +64,7 @@ def logprobs_after(runner, tokens):
     params = ResolvedParams(temperature=0.0, seed=0)
     sequence = Sequence(0, 0, list(tokens), len(tokens), params, frozenset(), block_table=blocks)
     output = SchedulerOutput((ScheduledSequence(sequence, len(tokens)),))
-    batch = make_batch(output, runner.info.block_size, runner.model.device)
+    batch = make_batch(output, runner.info.block_size).to(runner.model.device)
     with torch.inference_mode():
         hidden = runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache))
         return runner.model.logits(hidden)[0].float().log_softmax(dim=-1)

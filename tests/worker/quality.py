@@ -55,7 +55,7 @@ def logits_of(runner: TorchModelRunner, tokens: list[int]) -> Tensor:
         output = scheduler.schedule()
         assert output is not None, "it has work"
         with torch.inference_mode():
-            batch = make_batch(output, info.block_size, runner.model.device)
+            batch = make_batch(output, info.block_size)
             every = replace(batch, sample_rows=torch.arange(len(batch.token_ids)))
             hidden = runner.model.forward(every, runner._spec.kernels.attention(every, runner.cache))
             found.append(runner.model.logits(hidden).float())

@@ -67,7 +67,7 @@ def step(runner, output, found):
         runner.cache.copy_blocks(output.copies)
         if runner.states is not None:
             runner.states.copy(output.state_copies)
-        batch = make_batch(output, runner.info.block_size, runner.model.device)
+        batch = make_batch(output, runner.info.block_size)
         hidden = runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache), runner.states)
         logits = runner.model.logits(hidden)
         sampled = sample(logits, [entry.sequence for entry in output.scheduled if entry.samples])

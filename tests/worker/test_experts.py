@@ -172,7 +172,7 @@ def forward(runner, prompts):
     for number, prompt in enumerate(prompts):
         sequence = Sequence(number, number, prompt, len(prompt), params, frozenset(), block_table=[number])
         entries.append(ScheduledSequence(sequence, len(prompt)))
-    batch = make_batch(SchedulerOutput(tuple(entries)), runner.info.block_size, runner.model.device)
+    batch = make_batch(SchedulerOutput(tuple(entries)), runner.info.block_size)
     batch = replace(batch, sample_rows=batch.output_rows)
     return runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache))
 

@@ -30,7 +30,7 @@ def in_use(monkeypatch):
 
 
 def read(path, **config):
-    return ModelSpec.read(WorkerConfig(str(path), device="cuda", dtype="float32", **config))
+    return ModelSpec.read(WorkerConfig(str(path), device="cuda", dtype="float32", kernels="torch", **config))
 
 
 @pytest.mark.parametrize(("share", "used"), [(0.9, 0), (0.5, 1_000_000)])

@@ -264,6 +264,35 @@ def test_a_base_beyond_the_session_is_fatal(worker: Worker) -> None:
     assert "base 5" in fatal(worker).message
 
 
+def test_an_idle_worker_prepares_until_work_comes(worker: Worker) -> None:
+    """A part at a time; messages go before the next part, and what is left is done when it is idle again."""
+    begun, release, parts = threading.Event(), threading.Event(), list(range(4))
+
+    def prepare() -> bool:
+        if not parts:
+            return False
+        parts.pop()
+        if len(parts) == 2:
+            begun.set()
+            release.wait()
+        return True
+
+    worker.runner.prepare = prepare
+    left: list[int] = []
+    worker.runner.before_step = lambda output: left.append(len(parts))
+    worker.engine.configure()
+    begun.wait()
+    worker.engine.send(AddSession(1), request(1, 1, [4, 5]))
+    release.set()
+    for _ in range(3):
+        assert isinstance(worker.engine.receive(), Tokens)
+    assert left == [2, 2, 2]
+    while parts:
+        time.sleep(0.001)
+    worker.engine.send(Shutdown())
+    assert worker.join() == 0
+
+
 def test_books_that_do_not_balance_are_fatal_when_idle(worker: Worker) -> None:
     def leak(output: SchedulerOutput) -> None:
         output.scheduled[0].sequence.block_table.pop()

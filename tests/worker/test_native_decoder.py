@@ -170,7 +170,7 @@ def test_more_output_rows_than_tokens_are_refused(tiny_llama, tmp_path):
     runner = load(path, quantization="int8")
     params = ResolvedParams(temperature=0.0, max_tokens=1, seed=0)
     entry = ScheduledSequence(Sequence(0, 0, [3], 1, params, frozenset(), block_table=[0]), 1)
-    batch = make_batch(SchedulerOutput((entry,)), runner.info.block_size, runner.model.device)
+    batch = make_batch(SchedulerOutput((entry,)), runner.info.block_size)
     many = replace(batch, sample_rows=torch.zeros(2, dtype=torch.int64))
     with pytest.raises(InvariantError, match="a batch of 1 tokens has 2 output rows"):
         runner.model.forward(many, runner._spec.kernels.attention(many, runner.cache))

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
-import numpy as np
 import pytest
 import torch
-from helpers.torch_driver import needs_compiler, spoil
+from helpers.attention_step import TOLERANCES, Step, assert_close, randn
+from helpers.torch_driver import needs_compiler
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.worker.kernels import Activation, Residual, RMSNorm, RotaryTable
-from trioengine.worker.kernels.batch import ForwardBatch
-from trioengine.worker.kernels.kv_cache import KVCache, KVLayout, dequantized, quantized
+from trioengine.worker.kernels.kv_cache import quantized
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.torch_kernels import TorchKernels
-from trioengine.worker.runner.model_weights import choose_kernels
+from trioengine.worker.runner.kernel_choice import choose_kernels
 
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 LESS = ["AVX2", "0"]  # instructions, where the CPU has more
 SHAPES = [  # heads, heads of keys and values, head_dim, block_size, instructions at most
     (9, 3, 64, 16, None),
@@ -56,99 +55,6 @@ def at_most(request):
 def make(shape=SHAPES[0], dtype=torch.float32, at_most=None, cache_dtype=None):
     heads, kv_heads, head_dim, block_size, less = shape
     return NativeKernels(heads, kv_heads, head_dim, dtype, block_size, at_most or less, cache_dtype)
-
-
-def randn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def assert_close(found, expected, dtype):
-    assert found.dtype == dtype
-    tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
-
-
-class Step:
-    """Sequences of (new, context) tokens in a cache whose unused memory is nan, and their attention in float64."""
-
-    def __init__(self, shape, dtype, lengths, scale=1.0, cache_dtype=None, transposes_keys=True):
-        self.heads, self.kv_heads, self.head_dim, block_size, _ = shape
-        counts = [-(-context // block_size) for _, context in lengths]
-        blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
-        tables = np.zeros((len(lengths), max(counts)), dtype=np.int64)
-        layout = KVLayout(cache_dtype or dtype, block_size, self.kv_heads, self.head_dim, transposes_keys)
-        self.cache = KVCache(layout, sum(counts), 1, torch.device("cpu"))
-        if transposes_keys:
-            spoil(self.cache)
-        else:  # torch's kernels read whole blocks, whose rest they have cleared
-            for tensor in (*self.cache.layers, *self.cache.scales):
-                tensor.zero_()
-        tokens = sum(new for new, _ in lengths)
-        self.tokens = randn(tokens, self.heads + 2 * self.kv_heads, self.head_dim, dtype=dtype) * scale
-        slots, self.contexts, row = [], [], 0
-        for index, (new, context) in enumerate(lengths):
-            tables[index, : counts[index]] = [blocks.pop() for _ in range(counts[index])]
-            at = [int(tables[index, p // block_size]) * block_size + p % block_size for p in range(context)]
-            before = randn(context - new, 2 * self.kv_heads, self.head_dim, dtype=dtype, seed=index) * scale
-            for slot, held in zip(at, before, strict=False):
-                self.put(slot, held)
-            slots += at[context - new :]
-            context = torch.cat((before, self.tokens[row : row + new, self.heads :]))
-            self.contexts.append(context)
-            row += new
-        query_lens, context_lens = np.array(lengths).T
-        nothing = torch.empty(0, dtype=torch.int64)
-        self.batch = ForwardBatch(
-            token_ids=nothing,
-            positions=nothing,
-            slot_mapping=torch.tensor(slots),
-            sample_rows=nothing,
-            block_tables=tables,
-            query_lens=query_lens,
-            context_lens=context_lens,
-            num_decodes=sum(new == 1 for new, _ in lengths),
-            block_size=block_size,
-        )
-
-    def put(self, slot, held):
-        """Keys and values [2 * kv_heads, head_dim], by torch."""
-        block, place = divmod(slot, self.cache.layout.block_size)
-        if self.cache.layout.is_quantized:
-            held, self.cache.scales[0][block, :, place] = quantized(held)
-        self.cache.keys(0)[block, :, place], self.cache.values(0)[block, :, place] = held.chunk(2)
-
-    def stored(self):
-        """[slots, 2 * kv_heads, head_dim], as the cache has them."""
-        return torch.cat((self.cache.keys(0), self.cache.values(0)), dim=1).transpose(1, 2).flatten(0, 1)
-
-    def stored_scales(self):
-        """[slots, 2 * kv_heads]."""
-        return self.cache.scales[0].transpose(1, 2).flatten(0, 1)
-
-    def read_contexts(self):
-        """Take the contexts of `expected` from a cache of integers."""
-        size = self.cache.layout.block_size
-        stored = dequantized(self.stored(), self.stored_scales(), torch.float32)
-        for index, (table, context) in enumerate(zip(self.batch.block_tables, self.batch.context_lens, strict=True)):
-            self.contexts[index] = stored[[int(table[p // size]) * size + p % size for p in range(context)]]
-
-    def expected(self, window=None):
-        results, row = [], 0
-        for new, held in zip(self.batch.query_lens.tolist(), self.contexts, strict=True):
-            query = self.tokens[row : row + new, : self.heads].double()
-            keys, values = (
-                half.double().repeat_interleave(self.heads // self.kv_heads, dim=1) for half in held.chunk(2, dim=1)
-            )
-            scores = torch.einsum("nhd,chd->hnc", query, keys) * self.head_dim**-0.5
-            keys_at, queries_at = torch.arange(len(held)), torch.arange(len(held) - new, len(held))[:, None]
-            hidden = (keys_at > queries_at) | (keys_at <= queries_at - (window or len(held)))
-            weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
-            results.append(torch.einsum("hnc,chd->nhd", weights, values).flatten(1))
-            row += new
-        return torch.cat(results)
-
-    def run(self, kernels, window=None):
-        return kernels.attention(self.batch, self.cache).forward(0, self.tokens, self.head_dim**-0.5, window)
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -474,13 +380,37 @@ class Model:
         ("auto", "cpu", "native"),
         ("native", "cpu", "native"),
         ("torch", "cpu", "torch"),
-        ("auto", "cuda", "torch"),
         ("torch", "cuda", "torch"),
     ],
 )
 def test_choice(asked, device, found):
     config, dtype = WorkerConfig("", kernels=asked), torch.float32
     assert choose_kernels(config, Model(), dtype, torch.device(device), dtype).name == found
+
+
+def test_triton_on_a_cpu():
+    with pytest.raises(ModelError, match="no triton kernels: they are for GPUs, not for the cpu; choose kernels auto"):
+        config, dtype = WorkerConfig("", kernels="triton"), torch.float32
+        choose_kernels(config, Model(), dtype, torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_triton", "message"),
+    [
+        ((7, 5), True, "Old is older than NVIDIA's Ampere"),
+        ((8, 0), False, "triton, which comes with torch for NVIDIA GPUs on Linux, is not installed"),
+    ],
+)
+def test_a_gpu_without_triton(monkeypatch, capsys, capability, has_triton, message):
+    """`auto` is torch, with the reason in the log; `triton` is refused."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if has_triton else None)
+    device, dtype = torch.device("cuda"), torch.float32
+    assert choose_kernels(WorkerConfig(""), Model(), dtype, device, dtype).name == "torch"
+    assert f"no triton kernels, torch's are slower: {message}" in capsys.readouterr().err
+    with pytest.raises(ModelError, match=f"there are no triton kernels: {message}"):
+        choose_kernels(WorkerConfig("", kernels="triton"), Model(), dtype, device, dtype)
 
 
 def test_native_kernels_on_a_gpu():

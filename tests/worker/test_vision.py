@@ -68,7 +68,7 @@ class Driver:
         runner, before = self.runner, sequence.num_computed_tokens
         with torch.inference_mode():
             output = SchedulerOutput((ScheduledSequence(sequence, count),))
-            batch = make_batch(output, runner.info.block_size, runner.model.device)
+            batch = make_batch(output, runner.info.block_size).to(runner.model.device)
             batch = dataclasses.replace(
                 batch,
                 embeddings=self.embedded(batch, sequence.token_ids[:before]),

@@ -34,13 +34,15 @@ VOCAB_SIZE = 1000
 class CountingRunner:
     """The next token is the last one plus 1.
 
-    `before_step` is called at the start of each step; `describe` makes the sampled token of a sequence.
+    `before_step` is called at the start of each step; `describe` makes the sampled token of a sequence; `prepare`
+    prepares nothing.
     """
 
     def __init__(self) -> None:
         self.info = ModelInfo("toy", "cpu", "float32", "torch", VOCAB_SIZE, 512, kv_blocks_total=128, block_size=16)
         self.before_step: Callable[[SchedulerOutput], None] = lambda output: None
         self.describe: Callable[[Sequence, int], Sampled] = Sequence.row
+        self.prepare: Callable[[], bool] = lambda: False
 
     def execute(self, output: SchedulerOutput) -> list[Sampled]:
         self.before_step(output)

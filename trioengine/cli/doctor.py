@@ -120,9 +120,10 @@ def check_worker(command: Sequence[str] = PROBE) -> CheckResult:
 
 
 def _torch_kernel_problems(facts: dict[str, Any]) -> Iterator[Problem]:
-    if facts["device"] == "cpu" and facts["kernels"] != "native":
-        slower = f"torch's kernels are used, which take longer: {facts['no_native_kernels']}"
-        yield warning(slower, "install a working g++ (Debian: apt install g++)")
+    if facts["kernels"] == "torch":
+        is_cpu = facts["device"] == "cpu"
+        cure = "install a working g++ (Debian: apt install g++)" if is_cpu else "install triton: pip install triton"
+        yield warning(f"torch's kernels are used, which take longer: {facts['no_kernels']}", cure)
 
 
 def check_cores(machine: Machine | None = None) -> CheckResult:

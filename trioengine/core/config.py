@@ -27,7 +27,8 @@ MAX_SESSIONS = 50_000  # so that AUDITED, with 18 bytes a session and its reques
 MAX_SECONDS = 10**9
 _THREADS_PER_CORE = 4
 DType: TypeAlias = Literal["auto", "float32", "bfloat16"]
-Kernels: TypeAlias = Literal["auto", "native", "torch"]
+Kernels: TypeAlias = Literal["auto", "native", "triton", "torch"]
+CudaGraphs: TypeAlias = Literal["auto", "none", "pad"]
 Quantization: TypeAlias = Literal["auto", "none", "int8", "gguf"]
 KVCacheDType: TypeAlias = Literal["auto", "int8"]
 OnWorkerLoss: TypeAlias = Literal["resume", "fail"]
@@ -72,7 +73,8 @@ class WorkerConfig:
     encoder_cache_memory: int = 256 << 20  # bytes of image features, kept for later requests
     num_threads: int | None = None  # None: torch's own choice
     weight_version: int = 1  # the engine's number of the weights at model_path
-    kernels: str = "auto"  # auto, native, torch
+    kernels: str = "auto"  # auto, native, triton, torch
+    cuda_graphs: str = "auto"  # auto, none, pad
     quantization: str = "auto"  # auto, none, int8, gguf
     kv_cache_dtype: str = "auto"  # auto: dtype; int8
     batch_invariant: bool = False  # an error unless logits have the same bits whatever shares a step
@@ -106,7 +108,8 @@ class EngineConfig:
     encoder_cache_memory: int = 256 << 20  # image features, kept for later requests
     payload_memory: int = 512 << 20  # images on their way to the worker, or kept for later turns
     num_threads: int | None = None  # of the worker, up to 4 for each core; None: torch's own choice
-    kernels: Kernels = "auto"  # native, in C++, on a CPU where there is a compiler, else torch
+    kernels: Kernels = "auto"  # native, in C++, on a CPU with a compiler; triton on a GPU that has it; else torch
+    cuda_graphs: CudaGraphs = "auto"  # with triton, of steps padded to a few sizes; pad: only pad, on any device
     quantization: Quantization = "auto"  # gguf, int8: products of integers; auto: gguf where it is fast
     kv_cache_dtype: KVCacheDType = "auto"  # auto: dtype; int8: 8-bit integers, with a scale for each token and head
     batch_invariant: bool = False  # an error unless answers have the same bits whatever shares a step: native kernels
@@ -134,8 +137,10 @@ class EngineConfig:
             raise InvalidConfig.of("device", f"must be auto, cpu, cuda or cuda:N, got {brief(self.device)}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise InvalidConfig.of("dtype", f"must be auto, float32 or bfloat16, got {brief(self.dtype)}")
-        if self.kernels not in ("auto", "native", "torch"):
-            raise InvalidConfig.of("kernels", f"must be auto, native or torch, got {brief(self.kernels)}")
+        if self.kernels not in ("auto", "native", "triton", "torch"):
+            raise InvalidConfig.of("kernels", f"must be auto, native, triton or torch, got {brief(self.kernels)}")
+        if self.cuda_graphs not in ("auto", "none", "pad"):
+            raise InvalidConfig.of("cuda_graphs", f"must be auto, none or pad, got {brief(self.cuda_graphs)}")
         if self.quantization not in ("auto", "none", "int8", "gguf"):
             raise InvalidConfig.of("quantization", f"must be auto, none, int8 or gguf, got {brief(self.quantization)}")
         if self.kv_cache_dtype not in ("auto", "int8"):
@@ -215,6 +220,7 @@ class EngineOptions(TypedDict, total=False):
     payload_memory: int
     num_threads: int | None
     kernels: Kernels
+    cuda_graphs: CudaGraphs
     quantization: Quantization
     kv_cache_dtype: KVCacheDType
     batch_invariant: bool

@@ -105,6 +105,9 @@ class ToyRunner:
         self._weights = None if Tag.WEIGHTS in self.asleep else toy_weights(path)
         return toy_quantization(path)
 
+    def prepare(self) -> bool:
+        return False
+
     def execute(self, output: SchedulerOutput) -> list[Sampled]:
         assert not self.asleep, f"a forward pass while {self.asleep} sleep"
         for entry in output.scheduled:

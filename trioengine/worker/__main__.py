@@ -46,24 +46,26 @@ def probe() -> None:
 
     from trioengine.worker.kernels.compiler import KernelsUnavailable
     from trioengine.worker.kernels.native_kernels import NativeKernels
+    from trioengine.worker.runner.kernel_choice import check_triton
     from trioengine.worker.runner.model_weights import choose_device, choose_dtype
 
     device = choose_device("auto")
-    no_native_kernels: str | None = "they are for the CPU"
-    if device.type == "cpu":
-        try:
+    kernels, no_kernels = "native" if device.type == "cpu" else "triton", None
+    try:
+        if device.type == "cpu":
             NativeKernels(9, 3, 64, choose_dtype("auto", device), 16)  # for the default model
-            no_native_kernels = None
-        except KernelsUnavailable as exc:
-            no_native_kernels = str(exc)
+        else:
+            check_triton(device)
+    except KernelsUnavailable as exc:
+        kernels, no_kernels = "torch", str(exc)
     report = {
         "torch": torch.__version__,
         "device": str(device),
         "dtype": str(choose_dtype("auto", device)).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "kernels": "native" if no_native_kernels is None else "torch",
-        "no_native_kernels": no_native_kernels,
+        "kernels": kernels,
+        "no_kernels": no_kernels,
         "cuda": torch.version.cuda,
         "gpus": [
             {"name": torch.cuda.get_device_name(index), "free_bytes": free, "total_bytes": total}

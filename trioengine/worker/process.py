@@ -235,7 +235,7 @@ def _step_until_shutdown(transport: Transport, core: EngineCore) -> None:
 
 
 def _take(transport: Transport, core: EngineCore) -> list[Event]:
-    """Return the messages and events that have come. Without work, check the accounts and wait for the first."""
+    """Return the messages and events that have come. Without work, check the accounts, prepare, and wait for them."""
     if core.has_work:
         return transport.receive(timeout=0)
     transport.progress.enter(Activity.IDLE)
@@ -243,6 +243,9 @@ def _take(transport: Transport, core: EngineCore) -> list[Event]:
     if messages:
         return messages
     core.check_integrity()
+    while core.prepare():
+        if messages := transport.receive(timeout=0):
+            return messages
     return transport.receive(timeout=None)
 
 

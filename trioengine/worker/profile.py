@@ -106,7 +106,7 @@ class ProfiledSteps:
             cache.copy_blocks(output.copies)
             if states is not None:
                 states.copy(output.state_copies)
-            batch = self._measure("batch", lambda: make_batch(output, self._spec.layout.block_size, model.device))
+            batch = self._measure("batch", lambda: make_batch(output, self._spec.layout.block_size).to(model.device))
             attention = self._measure("batch", lambda: kernels.attention(batch, cache))
             hidden = self._measure("layers", lambda: model.forward(batch, attention, states))
             logits = self._measure("logits", lambda: model.logits(hidden))

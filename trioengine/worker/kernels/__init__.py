@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -287,4 +287,25 @@ class Kernels(Protocol):
 
     def decoder(self, config: TextConfig, weights: DecoderWeights) -> Decoder:
         """Make the decoder of these weights, which are of the config's shape."""
+        ...
+
+
+class RecordableAttention(Attention, Protocol):
+    """Attention whose kernels read the layout of a step from memory that stays the same."""
+
+    def lay_out(self, batch: ForwardBatch) -> None:
+        """From now on attend as this step does, which has as many sequences, with one new token each."""
+        ...
+
+
+@runtime_checkable
+class RecordableKernels(Kernels, Protocol):
+    """Kernels whose steps can be recorded as CUDA graphs."""
+
+    def plan_size(self, num_seqs: int, max_blocks: int) -> int:
+        """The numbers of the layout of that many sequences, with one new token and so many blocks each, at most."""
+        ...
+
+    def recordable_attention(self, batch: ForwardBatch, cache: KVCache, memory: Tensor) -> RecordableAttention:
+        """Lay out a step of one token a sequence in that memory: int32, on the GPU."""
         ...

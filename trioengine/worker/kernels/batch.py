@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -11,10 +11,36 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput
+from trioengine.worker.scheduling.sequence import Sequence as TokenSequence
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT
 
 IntArray = npt.NDArray[np.int64]
+
+
+class Padding:
+    """Fills steps up to a few sizes: those in which each sequence computes one token, and draws the next.
+
+    A row of padding is the first token of a sequence whose block no other has, and whose states are in PADDING_SLOT.
+    """
+
+    def __init__(self, sizes: Sequence[int], block: int) -> None:
+        """`sizes` are numbers of rows, ascending; `block` of the KV cache is the padding's."""
+        self.sizes, self._block = sizes, block
+        params = ResolvedParams(temperature=0.0, seed=0)
+        self._row = ScheduledSequence(TokenSequence(0, 0, [0], 1, params, frozenset(), block_table=[block]), 1)
+
+    def of_size(self, size: int) -> Padding:
+        """The same for one size."""
+        return Padding((size,), self._block)
+
+    def rows_for(self, scheduled: Sequence[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
+        """The rows to be added to this step; none, where it has other sequences, or more than the last size."""
+        count = len(scheduled)
+        size = next((size for size in self.sizes if size >= count), count)
+        is_decode = all(entry.num_new_tokens == 1 and entry.samples and not entry.scores for entry in scheduled)
+        return (self._row,) * (size - count) if is_decode else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +49,9 @@ class EmbeddedRows:
 
     rows: Tensor  # [num_rows], int64, each of them once
     values: Tensor  # [num_rows, hidden_size], in the model's dtype
+
+    def to(self, device: torch.device) -> EmbeddedRows:
+        return EmbeddedRows(self.rows.to(device), self.values.to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +63,22 @@ class StateRows:
     sequences: Tensor  # [num_tokens]: the index of each token's sequence
     saves: Tensor  # [num_saves, 3]: a sequence, a number of its new tokens, and the slot for the state behind them
 
+    def to(self, device: torch.device) -> StateRows:
+        tensors = (self.slots, self.first_rows, self.sequences, self.saves)
+        return StateRows(*(tensor.to(device) for tensor in tensors))
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """A step's tokens, flat: first the sequences with one new token, longest context first, then the others.
 
-    Nothing here depends on the attention backend.
+    Rows of padding are the last of the former. Nothing here depends on the attention backend.
     """
 
     token_ids: Tensor  # [num_tokens], int64
     positions: Tensor  # [num_tokens], int64
     slot_mapping: Tensor  # [num_tokens], int64: block * block_size + offset
-    sample_rows: Tensor  # [num_samples], int64: rows of the sampled tokens, in the scheduler's order
+    sample_rows: Tensor  # [num_samples], int64: rows of the sampled tokens, in the scheduler's order, then the padding
     block_tables: IntArray  # [num_seqs, max_blocks], padded with the sequence's own first block
     query_lens: IntArray  # [num_seqs]: new tokens
     context_lens: IntArray  # [num_seqs]: tokens before them and new ones
@@ -54,16 +87,52 @@ class ForwardBatch:
     embeddings: EmbeddedRows | None = None  # None: every row has its token's
     score_rows: Tensor | None = None  # [num_scores], int64: rows before tokens of prompts that get logprobs
     states: StateRows | None = None  # of a model that has states
+    num_padding: int = 0  # rows
 
     @property
     def output_rows(self) -> Tensor:
         """The rows that logits are computed of: those that are sampled, then those that score prompts."""
         return self.sample_rows if self.score_rows is None else torch.cat([self.sample_rows, self.score_rows])
 
+    @property
+    def numbers(self) -> Tensor:
+        """Token ids, positions, slots and sample rows, one behind the other: int64."""
+        return torch.cat([self.token_ids, self.positions, self.slot_mapping, self.sample_rows])
 
-def make_batch(output: SchedulerOutput, block_size: int, device: torch.device) -> ForwardBatch:
-    """Lay out a step; the scheduler guarantees that the block tables cover it."""
-    scheduled = output.scheduled
+    def with_numbers(self, numbers: Tensor) -> ForwardBatch:
+        """The same batch with views of these, which are as many as its own."""
+        sizes = [len(part) for part in (self.token_ids, self.positions, self.slot_mapping, self.sample_rows)]
+        token_ids, positions, slots, sample_rows = torch.split(numbers, sizes)
+        return replace(self, token_ids=token_ids, positions=positions, slot_mapping=slots, sample_rows=sample_rows)
+
+    def to(self, device: torch.device) -> ForwardBatch:
+        """The same batch on that device, in few copies."""
+        if self.token_ids.device == device:
+            return self
+        moved = self.with_numbers(self.numbers.to(device))
+        return replace(
+            moved,
+            embeddings=None if self.embeddings is None else self.embeddings.to(device),
+            score_rows=None if self.score_rows is None else self.score_rows.to(device),
+            states=None if self.states is None else self.states.to(device),
+        )
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each sequence has one token, and draws the next, and no token is an image's."""
+        is_plain = self.embeddings is None and self.score_rows is None
+        return is_plain and self.num_decodes == len(self.token_ids) == len(self.sample_rows)
+
+    @property
+    def num_samples(self) -> int:
+        """The rows of logits that tokens are sampled from: the first ones."""
+        return len(self.sample_rows) - self.num_padding
+
+
+def make_batch(output: SchedulerOutput, block_size: int, padding: Padding | None = None) -> ForwardBatch:
+    """Lay out a step, in host memory; the scheduler guarantees that the block tables cover it."""
+    rows = padding.rows_for(output.scheduled) if padding is not None else ()
+    scheduled = (*output.scheduled, *rows)
     order = sorted(range(len(scheduled)), key=lambda i: _layout_key(scheduled[i]))
     entries = [scheduled[i] for i in order]
     query_lens = np.array([entry.num_new_tokens for entry in entries], dtype=np.int64)
@@ -82,18 +151,19 @@ def make_batch(output: SchedulerOutput, block_size: int, device: torch.device) -
         for row in range(last_rows[i] - len(entry.draft), last_rows[i] + 1)
     ]
     return ForwardBatch(
-        token_ids=_tensor(_new_token_ids(entries), device),
-        positions=torch.from_numpy(positions).to(device),
-        slot_mapping=torch.from_numpy(slots).to(device),
-        sample_rows=_tensor(samples, device),
+        token_ids=_tensor(_new_token_ids(entries)),
+        positions=torch.from_numpy(positions),
+        slot_mapping=torch.from_numpy(slots),
+        sample_rows=_tensor(samples),
         block_tables=tables,
         query_lens=query_lens,
         context_lens=computed + query_lens,
         num_decodes=int(np.count_nonzero(query_lens == 1)),
         block_size=block_size,
-        embeddings=_embeddings(entries, starts, device),
-        score_rows=_score_rows(scheduled, dict(zip(order, starts.tolist(), strict=True)), device),
-        states=_state_rows(entries, sequences, ends, device),
+        embeddings=_embeddings(entries, starts),
+        score_rows=_score_rows(scheduled, dict(zip(order, starts.tolist(), strict=True))),
+        states=_state_rows(entries, sequences, ends),
+        num_padding=len(rows),
     )
 
 
@@ -118,7 +188,7 @@ def _block_tables(entries: list[ScheduledSequence], context_lens: IntArray, bloc
     return tables
 
 
-def _embeddings(entries: list[ScheduledSequence], starts: IntArray, device: torch.device) -> EmbeddedRows | None:
+def _embeddings(entries: list[ScheduledSequence], starts: IntArray) -> EmbeddedRows | None:
     """The features of the images' tokens; `starts` are the sequences' first rows."""
     rows: list[int] = []
     values: list[Tensor] = []
@@ -126,26 +196,22 @@ def _embeddings(entries: list[ScheduledSequence], starts: IntArray, device: torc
         for (picture, number), start, stop, offset in entry.tile_pieces:
             rows += range(first + offset, first + offset + stop - start)
             values.append(cast("Tensor", picture.features[number])[start:stop])
-    return EmbeddedRows(_tensor(rows, device), torch.cat(values)) if values else None
+    return EmbeddedRows(_tensor(rows), torch.cat(values)) if values else None
 
 
-def _score_rows(
-    scheduled: Sequence[ScheduledSequence], starts: Mapping[int, int], device: torch.device
-) -> Tensor | None:
+def _score_rows(scheduled: Sequence[ScheduledSequence], starts: Mapping[int, int]) -> Tensor | None:
     """In the scheduler's order; `starts` are the sequences' first rows."""
     rows: list[int] = []
     for index, entry in enumerate(scheduled):
         before = starts[index] - entry.sequence.num_computed_tokens - 1
         rows += [before + token for token in entry.scores]
-    return _tensor(rows, device) if rows else None
+    return _tensor(rows) if rows else None
 
 
-def _state_rows(
-    entries: list[ScheduledSequence], sequences: IntArray, ends: IntArray, device: torch.device
-) -> StateRows | None:
+def _state_rows(entries: list[ScheduledSequence], sequences: IntArray, ends: IntArray) -> StateRows | None:
     """`sequences` of the tokens, `ends` of the sequences' rows."""
     slots = [entry.sequence.state_slot for entry in entries]
-    if PADDING_SLOT in slots:
+    if all(slot == PADDING_SLOT for slot in slots):
         return None
     saves = [
         (index, save.num_tokens - entry.sequence.num_computed_tokens, save.slot)
@@ -153,12 +219,12 @@ def _state_rows(
         for save in entry.saves
     ]
     return StateRows(
-        slots=_tensor(slots, device),
-        first_rows=_tensor([0, *ends.tolist()], device),
-        sequences=torch.from_numpy(sequences).to(device),
-        saves=torch.tensor(saves, dtype=torch.int64, device=device).view(-1, 3),
+        slots=_tensor(slots),
+        first_rows=_tensor([0, *ends.tolist()]),
+        sequences=torch.from_numpy(sequences),
+        saves=torch.tensor(saves, dtype=torch.int64).view(-1, 3),
     )
 
 
-def _tensor(values: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(device)
+def _tensor(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)

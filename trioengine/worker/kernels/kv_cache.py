@@ -113,9 +113,17 @@ def dequantized(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def size_caches(
-    config: WorkerConfig, model: TextConfig, layout: KVLayout, dtype: torch.dtype, device: torch.device, weights: int
+    config: WorkerConfig,
+    model: TextConfig,
+    layout: KVLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: int,
+    num_reserved: int = 0,
 ) -> tuple[int, int]:
     """Return how many blocks, and state slots, the memory holds beside `weights` bytes. Raises ModelError for none.
+
+    Beside the blocks it holds `num_reserved` more, which no sequence gets.
 
     Slots are for all sequences of a step, as many states that the prefix cache keeps, and padding, if these take no
     more than half of the memory.
@@ -129,13 +137,13 @@ def size_caches(
     if memory is None:
         memory = _free_on_cuda(config, device, weights, per_block) if device.type == "cuda" else _free_on_cpu()
     num_slots = max(2, min(most_slots, memory // 2 // per_slot)) if per_slot else 0
-    if memory < num_slots * per_slot + per_block:
+    if memory < num_slots * per_slot + (1 + num_reserved) * per_block:
         states = f", and two state slots, which take {2 * per_slot} bytes" if per_slot else ""
         raise ModelError(
             f"kv_cache_memory (--kv-cache-memory) is too small: {memory} bytes hold no block "
             f"of {config.block_size} tokens, which takes {per_block} bytes{states}"
         )
-    return (memory - num_slots * per_slot) // per_block, num_slots
+    return (memory - num_slots * per_slot) // per_block - num_reserved, num_slots
 
 
 def _free_on_cpu() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from trioengine.hub.rope_config import RopeScaling
@@ -50,9 +51,8 @@ class Gemma3Model(LlamaModel):
         )
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        embeddings = super().embed(token_ids)
-        scale = embeddings.new_tensor(self.config.hidden_size**0.5)  # rounded to the dtype, as transformers rounds it
-        return embeddings.mul_(scale)
+        scale = torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item()  # rounded, as by transformers
+        return super().embed(token_ids).mul_(scale)
 
 
 def add_one(norm: RMSNorm) -> RMSNorm:

@@ -16,6 +16,7 @@ from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.kernels.state_cache import StateCache
 from trioengine.worker.models import Model, VisionModel
+from trioengine.worker.runner.cuda_graphs import CudaGraphs
 from trioengine.worker.runner.embedding import embed_all
 from trioengine.worker.runner.model_weights import ModelSpec, ModelWeights, failure_of, give_back, share_one_arena
 from trioengine.worker.runner.sampling import sample_all
@@ -33,6 +34,7 @@ class TorchModelRunner:
         self._weights = weights
         self._cache: KVCache | None = None  # None: it sleeps
         self._states: StateCache | None = None  # None: it sleeps, with the KV cache, or the model has no states
+        self._graphs: CudaGraphs | None = None  # of these weights and this cache; None: none are recorded yet
         self.info = ModelInfo(
             model_type=spec.model.model_type,
             device=str(spec.device),
@@ -91,16 +93,30 @@ class TorchModelRunner:
                 states.copy(output.state_copies)
             if output.encode:
                 encode_tiles(output.encode, self._vision_model)
-            batch = make_batch(output, self._spec.layout.block_size, model.device)
+            batch = make_batch(output, self._spec.layout.block_size, self._spec.padding)
+            if (graphs := self._recorder()) is not None and (computed := graphs.run(batch)) is not None:
+                return sample_all(computed.logits, output.scheduled, (computed.best, computed.best_ids))
+            batch = batch.to(model.device)
             hidden = model.forward(batch, self._spec.kernels.attention(batch, cache), states)
             if self.info.embeds:
                 return embed_all(hidden, output.scheduled)
-            num_samples = len(batch.sample_rows)
-            logits = model.logits(hidden[:num_samples])
-            sampled = sample_all(logits, output.scheduled)
+            sampled = sample_all(model.logits(hidden[: batch.num_samples]), output.scheduled)
             if batch.score_rows is None:
                 return sampled
-            return with_scores(output, sampled, hidden[num_samples:], model.logits, self.info.vocab_size)
+            return with_scores(output, sampled, hidden[batch.num_samples :], model.logits, self.info.vocab_size)
+
+    def prepare(self) -> bool:
+        """Record one CUDA graph more; False if there is none to record."""
+        with torch.inference_mode():
+            graphs = self._recorder() if self._cache is not None and self._weights.are_awake else None
+            return graphs is not None and graphs.record_next()
+
+    def _recorder(self) -> CudaGraphs | None:
+        """The graphs of the weights and the cache, which are awake; None if this model's steps are not recorded."""
+        kernels, padding = self._spec.recordable, self._spec.padding
+        if self._graphs is None and kernels is not None and padding is not None:
+            self._graphs = CudaGraphs(self.model, kernels, self.cache, padding, self.info.max_model_len)
+        return self._graphs
 
     def encode(self, tiles: Tensor) -> Tensor:
         """The embeddings [num_tiles, tokens_per_tile, hidden_size] of uint8 tiles [num_tiles, 3, size, size].
@@ -119,7 +135,7 @@ class TorchModelRunner:
 
     def sleep(self) -> None:
         """Give memory back to the system; weights that are in host memory anyway stay where they are."""
-        self._cache = self._states = None
+        self._cache = self._states = self._graphs = None
         self._weights.keep()
         give_back(self._spec.device)
 
@@ -141,6 +157,7 @@ class TorchModelRunner:
         ModelError: they do not fit the model or cannot be read, and the old ones are still there.
         RuntimeError: the old ones had been given up, and could not be loaded again.
         """
+        self._graphs = None
         return self._weights.update(path)
 
     def _take(self, tags: frozenset[Tag]) -> None:

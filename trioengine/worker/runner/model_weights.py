@@ -12,7 +12,6 @@ import ctypes
 import gc
 import importlib.util
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,13 +23,13 @@ from torch import Tensor, UntypedStorage
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.hub.model_config import ModelConfig, TextConfig
-from trioengine.worker.kernels import Kernels
-from trioengine.worker.kernels.compiler import CompilerMissing, KernelsUnavailable
+from trioengine.worker.kernels import Kernels, RecordableKernels
+from trioengine.worker.kernels.batch import Padding
 from trioengine.worker.kernels.kv_cache import KVCache, KVLayout, size_caches
-from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.state_cache import StateCache
-from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.models import Model, load_model
+from trioengine.worker.runner.cuda_graphs import graph_sizes
+from trioengine.worker.runner.kernel_choice import choose_graphs, choose_kernels
 from trioengine.worker.runner.linear_choice import LinearChoice
 from trioengine.worker.scheduling.sequence import OnProgress
 from trioengine.worker.weights import open_checkpoint
@@ -54,6 +53,8 @@ class ModelSpec:
     num_state_slots: int  # 0: the model has no states
     layout: KVLayout
     kernels: Kernels
+    padding: Padding | None  # of steps
+    recordable: RecordableKernels | None  # the same kernels, if steps are recorded as CUDA graphs
     linears: LinearChoice
     quantization: str  # of the checkpoint that is loaded first
 
@@ -67,15 +68,17 @@ class ModelSpec:
             _check_pillow(config.model_path, model)
             weights = sum(map(math.prod, model.wanted_tensors().values())) * dtype.itemsize
             layout = _layout_of(config, model.text, dtype)
-            num_blocks, num_slots = size_caches(config, model.text, layout, dtype, device, weights)
+            kernels = choose_kernels(config, model.text, dtype, device, layout.dtype)
+            pads, recordable = choose_graphs(config, model.text, kernels)
+            num_blocks, num_slots = size_caches(config, model.text, layout, dtype, device, weights, num_reserved=pads)
+            padding = Padding(graph_sizes(config.max_num_seqs), num_blocks) if pads else None
             limits = (model.text.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
             max_model_len = min(limit for limit in limits if limit is not None)
-            kernels = choose_kernels(config, model.text, dtype, device, layout.dtype)
             layout = replace(layout, transposes_keys=kernels.transposes_keys)
             linears = LinearChoice(config, kernels)
             quantization = linears.quantization_of(checkpoint)
             sizes = max_model_len, num_blocks, num_slots
-            return ModelSpec(model, device, dtype, *sizes, layout, kernels, linears, quantization)
+            return ModelSpec(model, device, dtype, *sizes, layout, kernels, padding, recordable, linears, quantization)
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[Checkpoint]:
@@ -94,7 +97,8 @@ class ModelSpec:
         """The KV cache, and that of states, if the model has any; ModelError where the memory cannot be had."""
         parts = self.model.text.state_parts
         states = StateCache(parts, self.num_state_slots, self.dtype, self.device) if parts else None
-        return KVCache(self.layout, self.num_blocks, self.model.text.num_kv_layers, self.device), states
+        num_blocks = self.num_blocks + (self.padding is not None)
+        return KVCache(self.layout, num_blocks, self.model.text.num_kv_layers, self.device), states
 
 
 def choose_device(name: str) -> torch.device:
@@ -114,26 +118,6 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         return torch.bfloat16 if fast else torch.float32
     return torch.float32 if name == "float32" else torch.bfloat16
-
-
-def choose_kernels(
-    config: WorkerConfig, model: TextConfig, dtype: torch.dtype, device: torch.device, cache_dtype: torch.dtype
-) -> Kernels:
-    """`auto`: native on a CPU with a compiler, else torch. ModelError: `native` is asked for, and cannot be had."""
-    name = config.kernels
-    if name == "torch" or (name == "auto" and device.type != "cpu"):
-        return TorchKernels(model.num_heads, dtype)
-    try:
-        if device.type != "cpu":
-            raise KernelsUnavailable(f"they are for the CPU, not for {device}")
-        shape = model.num_heads, model.num_kv_heads, model.head_dim
-        return NativeKernels(*shape, dtype, config.block_size, cache_dtype=cache_dtype)
-    except KernelsUnavailable as exc:
-        if name == "native":
-            raise ModelError(f"there are no native kernels: {exc}; choose kernels auto or torch") from exc
-        if not isinstance(exc, CompilerMissing):  # a missing compiler is common, and reported by doctor
-            sys.stderr.write(f"trioengine: no native kernels, torch's are slower: {exc}\n")
-        return TorchKernels(model.num_heads, dtype)
 
 
 def _layout_of(config: WorkerConfig, model: TextConfig, dtype: torch.dtype) -> KVLayout:
@@ -205,6 +189,10 @@ class ModelWeights:
             raise InvariantError("a forward pass while the weights sleep")
         return self._state.model
 
+    @property
+    def are_awake(self) -> bool:
+        return isinstance(self._state, _Awake)
+
     def keep(self) -> None:
         """Sleep, and stay in host memory, unless they are discarded already."""
         self._spec.linears.release()
@@ -227,7 +215,7 @@ class ModelWeights:
         RuntimeError if the old ones cannot be loaded again.
         """
         quantization = self._check(path)
-        is_awake, old = isinstance(self._state, _Awake), self._path
+        is_awake, old = self.are_awake, self._path
         self._change_to(path)
         if not is_awake or (failure := failure_of(self.wake)) is None:
             return quantization

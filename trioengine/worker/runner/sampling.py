@@ -37,19 +37,25 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def sample_all(logits: Tensor, scheduled: Iterable[ScheduledSequence]) -> list[Sampled]:
-    """The result of each entry that samples, from a row of logits [num_rows, vocab_size] for each of its places."""
+def sample_all(
+    logits: Tensor, scheduled: Iterable[ScheduledSequence], best: tuple[Tensor, Tensor] | None = None
+) -> list[Sampled]:
+    """The result of each entry that samples, from a row of logits [num_rows, vocab_size] for each of its places.
+
+    `best`: the `best_tokens` of these logits, if they are known.
+    """
     entries = [entry for entry in scheduled if entry.samples]
     if not any(entry.draft for entry in entries):
-        return sample(logits, [entry.sequence for entry in entries])
+        return sample(logits, [entry.sequence for entry in entries], best)
     rows = iter(sample(logits, [behind for entry in entries for behind in entry.sampled_behind]))
     return [verified(entry.draft, list(islice(rows, 1 + len(entry.draft)))) for entry in entries]
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
+def sample(logits: Tensor, sequences: list[Sequence], known_best: tuple[Tensor, Tensor] | None = None) -> list[Sampled]:
     """One token for each row of logits [num_rows, vocab_size]; a row without one, or not finite, fails alone.
 
     A row's token depends on the row, its parameters, its seed and its position, and on nothing else in the batch.
+    `known_best`: the `best_tokens` of these logits, if they are known.
     """
     if not sequences:
         return []
@@ -61,7 +67,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
         process_row(processed[row], sequences[row])
     if masks:
         processed = _allowed(processed, masks)
-    best, token_ids = best_tokens(processed)
+    best, token_ids = known_best if known_best is not None and processed is raw else best_tokens(processed)
     _draw_all(processed, best, token_ids, sequences)
     checked = _checked(best, best if processed is raw else raw.amax(dim=-1))
     rows = _rows(sequences, token_ids.tolist(), checked, _logprobs(raw, token_ids, sequences))

@@ -205,6 +205,10 @@ class EngineCore:
         """Raise InvariantError unless the accounts of the scheduler, the blocks and the images agree."""
         self._scheduler.check_integrity()
 
+    def prepare(self) -> bool:
+        """Do a part of what makes later steps faster; False if nothing is left to do. For a worker without work."""
+        return self._runner.prepare()
+
     # ---- messages ---------------------------------------------------------------------------------------------------
 
     def _add_session(self, message: AddSession) -> None:

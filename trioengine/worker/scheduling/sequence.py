@@ -363,6 +363,10 @@ class ModelRunner(Protocol):
         """
         ...
 
+    def prepare(self) -> bool:
+        """Do a part of what makes later steps faster, in a fraction of a second; False if nothing is left to do."""
+        ...
+
     def sleep(self) -> None:
         """Give memory back to the system: the KV cache, and the weights, which are kept in host memory."""
         ...
