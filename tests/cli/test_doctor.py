@@ -208,6 +208,7 @@ def test_a_torch_that_is_broken(program, why):
     [
         ("cpu", "native", []),
         ("cuda", "triton", []),
+        ("cuda", "torch", [(Severity.WARNING, "torch's kernels are used, which take longer: there is no compiler")]),
         ("cpu", "torch", [(Severity.WARNING, "torch's kernels are used, which take longer: there is no compiler")]),
     ],
 )

@@ -18,7 +18,7 @@ from trioengine.worker.kernels.native_kernels import NativeKernels
 SHAPES = [(3072, 576), (576, 1536)]  # outputs and inputs: SmolLM2's gate_up and down
 ROWS = (1, 4, 8, 64, 512)
 CALLS = 8
-INSTRUCTIONS = (None, "AVX2")  # None: all of this CPU
+INSTRUCTIONS = (None, "VNNI", "AVX2")  # None: all of this CPU
 
 
 def rate(linear, x, operations):
@@ -33,7 +33,7 @@ def rate(linear, x, operations):
 
 def main(rounds=3):
     torch.set_num_threads(1)
-    print("dtype          shape        rows      ours   our AVX2   int8 of ours   torch's")
+    print("dtype          shape        rows      ours   our VNNI    our AVX2   int8 of ours   torch's")
     for dtype in (torch.float32, torch.bfloat16):
         libraries = [NativeKernels(9, 3, 64, dtype, 16, at_most).products for at_most in INSTRUCTIONS]
         for outputs, inputs in SHAPES:

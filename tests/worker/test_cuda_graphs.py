@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from helpers import tiny_decoders, tiny_llama
+from helpers import tiny_decoders
 from helpers.torch_driver import generate, load, needs_cuda
 
 from trioengine.core.power import ALL_TAGS
@@ -104,8 +104,10 @@ def change_weights(file):
     save_file({name: tensor * 1.1 + 0.01 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
 
 
-def test_a_model_with_states_is_not_recorded(tmp_path):
-    runner = load_on_gpu(tiny_decoders.write(tmp_path, "lfm2"))
+@pytest.mark.parametrize("variant", ["lfm2", "qwen3_5", "qwen3-moe"])
+def test_a_model_that_waits_for_the_gpu_is_not_recorded(tmp_path, prompts, variant):
+    path = tiny_decoders.write(tmp_path, variant)
+    runner = load_on_gpu(path)
     assert runner.info.kernels == "triton"
     assert not runner.prepare()
-    assert generate(runner, [tiny_llama.PROMPT], 3)[0]
+    assert generate(runner, prompts, 12)[0] == generate(load_on_gpu(path, kernels="torch"), prompts, 12)[0]

@@ -25,7 +25,7 @@ KINDS = ["Q4_0", "Q4_1", "Q8_0", "Q5_1"]  # one of each form
 EXACT = [*KINDS, "Q5_0"]
 ROUNDED = ["Q4_K", "Q5_K"]
 NATIVE = (3, 1, 64)  # the shape of a model
-INSTRUCTIONS = ["VNNI", "AVX512", "AVX2", "0"]  # where the CPU has them, else fewer; 0: those of GCC's choice
+INSTRUCTIONS = ["BF16", "VNNI", "AVX512", "AVX2", "0"]  # where the CPU has them, else fewer; 0: those of GCC's choice
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 
 import pytest
 import torch
@@ -399,12 +400,14 @@ def test_triton_on_a_cpu():
     [
         ((7, 5), True, "Old is older than NVIDIA's Ampere"),
         ((8, 0), False, "triton, which comes with torch for NVIDIA GPUs on Linux, is not installed"),
+        ((8, 0), True, "triton does not work: import of triton halted; None in sys.modules"),
     ],
 )
 def test_a_gpu_without_triton(monkeypatch, capsys, capability, has_triton, message):
     """`auto` is torch, with the reason in the log; `triton` is refused."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old")
+    monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if has_triton else None)
     device, dtype = torch.device("cuda"), torch.float32
     assert choose_kernels(WorkerConfig(""), Model(), dtype, device, dtype).name == "torch"

@@ -4,13 +4,14 @@ import math
 import random
 
 import pytest
-from helpers import tiny_decoders, tiny_llama
-from helpers.torch_driver import generate, load, spoil
+from helpers import tiny_decoders, tiny_embedder, tiny_llama
+from helpers.torch_driver import generate, load, run, spoil
 
+from trioengine.core.errors import ModelError
 from trioengine.core.sampling_params import ResolvedParams
-from trioengine.worker.kernels.batch import Padding
+from trioengine.worker.kernels.batch import Padding, make_batch
 from trioengine.worker.runner.cuda_graphs import graph_sizes
-from trioengine.worker.scheduling.sequence import ScheduledSequence, Sequence
+from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,6 +60,56 @@ def test_a_cache_that_is_not_finite_beside_padding(path, prompts, options):
     assert generate(runner, prompts, 12)[0] == expected
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0, "top_p": 0.9, "logprobs": 2},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "prompt_logprobs": 1},
+        {"temperature": 0.8, "num_speculative_tokens": 5},
+    ],
+    ids=lambda params: ", ".join(params),
+)
+def test_every_kind_of_sampling(tmp_path, prompts, options, params):
+    path = tiny_decoders.write(tmp_path, "qwen3")
+    params = ResolvedParams(seed=5, max_tokens=12, ignore_eos=True, **params)
+    expected, found = (
+        run(load(path, kv_cache_memory=8 << 20, **options, cuda_graphs=graphs), prompts, params, {})[0]
+        for graphs in ("none", "pad")
+    )
+    assert [sequence.token_ids for sequence in found] == [sequence.token_ids for sequence in expected]
+
+
+def test_an_embedding_model_is_not_padded(tmp_path):
+    runner = load(tiny_embedder.write(tmp_path), kv_cache_memory=4 << 20, cuda_graphs="pad")
+    assert len(runner.cache.layers[0]) == runner.info.kv_blocks_total
+
+
+def test_the_block_of_padding_is_part_of_the_memory(tmp_path):
+    """Also in a restart, which has as many blocks as before; without room for it the error names it."""
+    path = tiny_decoders.write(tmp_path, "qwen3")
+    without = load(path, kv_cache_memory=1 << 20)
+    runner = load(path, kv_cache_memory=1 << 20, cuda_graphs="pad")
+    assert runner.info.kv_blocks_total == without.info.kv_blocks_total - 1
+    again = load(path, kv_blocks=runner.info.kv_blocks_total, cuda_graphs="pad")
+    assert again.info.kv_blocks_total == runner.info.kv_blocks_total
+    assert len(again.cache.layers[0]) == len(runner.cache.layers[0])
+    one_block = sum(layer[:1].nbytes for layer in runner.cache.layers)
+    with pytest.raises(ModelError, match="another for padding"):
+        load(path, kv_cache_memory=2 * one_block - 1, cuda_graphs="pad")
+
+
+def test_a_sequence_without_a_slot_gets_no_states_of_padding():
+    """All of them get none, and the step of a model with states fails."""
+    entries = entry(), entry()
+    for number, each in enumerate(entries):
+        each.sequence.block_table = [number]
+    entries[0].sequence.state_slot = 3
+    assert make_batch(SchedulerOutput(entries), 16).states is None
+    entries[1].sequence.state_slot = 4
+    padded = make_batch(SchedulerOutput(entries), 16, Padding((4,), 9))
+    assert padded.states.slots.tolist() == [3, 4, PADDING_SLOT, PADDING_SLOT]
+
+
 def entry(num_tokens=1, computed=4, **params):
     sequence = Sequence(0, 0, [5] * (computed + num_tokens), 3, ResolvedParams(seed=0, **params), frozenset())
     sequence.num_computed_tokens = computed
@@ -70,6 +121,7 @@ def test_sizes():
     assert graph_sizes(1) == (1,)
     assert graph_sizes(4) == (1, 2, 4)
     assert graph_sizes(13) == (1, 2, 4, 8, 13)
+    assert graph_sizes(2**31)[-1] == 512
 
 
 def test_steps_of_one_token_a_sequence_are_padded():

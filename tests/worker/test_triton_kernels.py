@@ -17,6 +17,7 @@ INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 if importlib.util.find_spec("triton") is None or not (INTERPRETS or torch.cuda.is_available()):
     pytest.skip("no GPU with Triton", allow_module_level=True)
 
+from trioengine.worker.kernels import triton_attention  # noqa: E402
 from trioengine.worker.kernels.triton_kernels import TritonKernels  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETS else "cuda")
@@ -61,6 +62,30 @@ def attend(shape, dtype, lengths, window=None, cache_dtype=None):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention(shape, dtype, lengths):
     attend(shape, dtype, lengths)
+
+
+@pytest.mark.parametrize("programs", [1, 12])
+@pytest.mark.parametrize("lengths", LENGTHS[1::4], ids=str)
+def test_contexts_in_few_parts(dtype, lengths, programs, monkeypatch):
+    """As where there are many sequences: in one part, and in two."""
+    monkeypatch.setattr(triton_attention, "_PROGRAMS", programs)
+    attend(SHAPES[0], dtype, lengths)
+    attend(SHAPES[0], dtype, lengths, window=100)
+
+
+def test_another_step_in_the_memory_of_a_plan(dtype):
+    """As in a graph, which is recorded for padding: the tables are wider, and the slots are others."""
+    kernels = TritonKernels(9, dtype)
+    lengths = [(1, 300), (1, 64), (1, 65)]
+    step = Step((*SHAPES[0], None), dtype, lengths, transposes_keys=False, spoiled=True)
+    padding = Step((*SHAPES[0], None), dtype, [(1, 1)] * 3, transposes_keys=False, spoiled=True)
+    moved, recorded = step.moved_to(DEVICE), padding.moved_to(DEVICE).batch
+    memory = torch.zeros(kernels.plan_size(3, 19), dtype=torch.int32, device=DEVICE)
+    attention = kernels.recordable_attention(recorded, moved.cache, memory)
+    recorded.slot_mapping.copy_(moved.batch.slot_mapping)
+    attention.lay_out(moved.batch)
+    found = attention.forward(0, moved.tokens, 64**-0.5)
+    torch.testing.assert_close(found.double().cpu(), step.expected(), rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 100])

@@ -33,6 +33,8 @@ PROBE_TIMEOUT = 300.0  # seconds; importing torch from a cold disk is slow
 NEEDED_MEMORY = 1 << 30  # bytes; a worker with the default model in float32 takes 0.9 GB, before its KV cache
 FEW_DESCRIPTORS = 1024
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "i8mm")
+_GET_COMPILER = "install a working g++ (Debian: apt install g++)"
+_GET_TRITON = "Triton's kernels need a GPU of NVIDIA's Ampere or later, the package triton, gcc, and Python's headers"
 _INSTALL_TORCH = "pip install 'torch>=2.11,<2.14' (on a machine without a GPU, its CPU build first)"
 _CHUNK = 1 << 20
 _HOME = "TRIOENGINE_HOME"
@@ -121,8 +123,7 @@ def check_worker(command: Sequence[str] = PROBE) -> CheckResult:
 
 def _torch_kernel_problems(facts: dict[str, Any]) -> Iterator[Problem]:
     if facts["kernels"] == "torch":
-        is_cpu = facts["device"] == "cpu"
-        cure = "install a working g++ (Debian: apt install g++)" if is_cpu else "install triton: pip install triton"
+        cure = _GET_COMPILER if facts["device"] == "cpu" else _GET_TRITON
         yield warning(f"torch's kernels are used, which take longer: {facts['no_kernels']}", cure)
 
 

@@ -32,7 +32,7 @@ HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
     "payload_memory": "Bytes of images on their way to the worker, or kept for later turns.",
     "num_threads": "Threads of the worker; without it torch's own choice.",
     "kernels": "auto, native (in C++, on a CPU with a compiler), triton (on a GPU) or torch.",
-    "cuda_graphs": "Steps of few sizes as graphs, with triton: auto or none; pad: these sizes, on any device.",
+    "cuda_graphs": "auto: record decoding steps as CUDA graphs, with triton; none; pad: only pad steps, for tests.",
     "quantization": "Products of integers: gguf, of weights stored so; int8, of others too; none; auto: gguf if fast.",
     "kv_cache_dtype": "auto: as the model; int8: 8-bit integers, for almost 2 (bfloat16) or 4 times as many tokens.",
     "batch_invariant": "Refuse to start unless answers have the same bits whatever shares a step: native kernels.",

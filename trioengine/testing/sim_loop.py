@@ -38,7 +38,7 @@ FIFO = 0  # an order of tasks: that of their start
 WIDTH, MAX_LINES = 120, 4  # of the places in which tasks wait
 _TRIO = str(Path(trio.__file__).parent)
 _KIT = str(Path(__file__).parent)
-_AIO = str(Path(__file__).parents[1] / "aio")  # whose functions wait for many others
+_AIO = str(Path(__file__).parents[1] / "aio")  # whose functions are called from many places
 
 
 class Livelock(AssertionError):
@@ -308,10 +308,7 @@ def _stack(task: trio.lowlevel.Task) -> str:
 
 
 def _place(task: trio.lowlevel.Task, is_users: Callable[[str], bool]) -> str:
-    """The innermost function of the user's, or else one that only waits for itself; empty without one.
-
-    That is neither trio's nor the kit's, and not one of `trioengine.aio` that another calls.
-    """
+    """The innermost function of the user's, or else the innermost one outside trio, this kit and `trioengine.aio`."""
     frames = [
         (frame.f_code, line)
         for frame, line in await_frames(task.coro)

@@ -243,9 +243,12 @@ def _take(transport: Transport, core: EngineCore) -> list[Event]:
     if messages:
         return messages
     core.check_integrity()
+    transport.progress.enter(Activity.STEPPING)
     while core.prepare():
+        transport.progress.advance()
         if messages := transport.receive(timeout=0):
             return messages
+    transport.progress.enter(Activity.IDLE)
     return transport.receive(timeout=None)
 
 

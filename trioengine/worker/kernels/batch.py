@@ -36,7 +36,7 @@ class Padding:
         return Padding((size,), self._block)
 
     def rows_for(self, scheduled: Sequence[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
-        """The rows to be added to this step; none, where it has other sequences, or more than the last size."""
+        """The rows to add to this step: none unless each sequence computes one token and draws the next."""
         count = len(scheduled)
         size = next((size for size in self.sizes if size >= count), count)
         is_decode = all(entry.num_new_tokens == 1 and entry.samples and not entry.scores for entry in scheduled)
@@ -95,21 +95,21 @@ class ForwardBatch:
         return self.sample_rows if self.score_rows is None else torch.cat([self.sample_rows, self.score_rows])
 
     @property
-    def numbers(self) -> Tensor:
+    def packed(self) -> Tensor:
         """Token ids, positions, slots and sample rows, one behind the other: int64."""
         return torch.cat([self.token_ids, self.positions, self.slot_mapping, self.sample_rows])
 
-    def with_numbers(self, numbers: Tensor) -> ForwardBatch:
-        """The same batch with views of these, which are as many as its own."""
+    def with_packed(self, packed: Tensor) -> ForwardBatch:
+        """The same batch with views of a tensor that is `packed` like its own."""
         sizes = [len(part) for part in (self.token_ids, self.positions, self.slot_mapping, self.sample_rows)]
-        token_ids, positions, slots, sample_rows = torch.split(numbers, sizes)
+        token_ids, positions, slots, sample_rows = torch.split(packed, sizes)
         return replace(self, token_ids=token_ids, positions=positions, slot_mapping=slots, sample_rows=sample_rows)
 
     def to(self, device: torch.device) -> ForwardBatch:
         """The same batch on that device, in few copies."""
         if self.token_ids.device == device:
             return self
-        moved = self.with_numbers(self.numbers.to(device))
+        moved = self.with_packed(self.packed.to(device))
         return replace(
             moved,
             embeddings=None if self.embeddings is None else self.embeddings.to(device),
@@ -162,7 +162,7 @@ def make_batch(output: SchedulerOutput, block_size: int, padding: Padding | None
         block_size=block_size,
         embeddings=_embeddings(entries, starts),
         score_rows=_score_rows(scheduled, dict(zip(order, starts.tolist(), strict=True))),
-        states=_state_rows(entries, sequences, ends),
+        states=_state_rows(entries, sequences, ends) if _have_states(output.scheduled) else None,
         num_padding=len(rows),
     )
 
@@ -208,11 +208,13 @@ def _score_rows(scheduled: Sequence[ScheduledSequence], starts: Mapping[int, int
     return _tensor(rows) if rows else None
 
 
-def _state_rows(entries: list[ScheduledSequence], sequences: IntArray, ends: IntArray) -> StateRows | None:
+def _have_states(scheduled: Sequence[ScheduledSequence]) -> bool:
+    return all(entry.sequence.state_slot != PADDING_SLOT for entry in scheduled)
+
+
+def _state_rows(entries: list[ScheduledSequence], sequences: IntArray, ends: IntArray) -> StateRows:
     """`sequences` of the tokens, `ends` of the sequences' rows."""
     slots = [entry.sequence.state_slot for entry in entries]
-    if all(slot == PADDING_SLOT for slot in slots):
-        return None
     saves = [
         (index, save.num_tokens - entry.sequence.num_computed_tokens, save.slot)
         for index, entry in enumerate(entries)

@@ -25,13 +25,21 @@ from trioengine.core.errors import ModelError
 from trioengine.hub.known_models import trioengine_home
 
 logger = logging.getLogger("trioengine")
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-Wall")
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "--param=avoid-fma-max-bits=0",  # for AMD GCC rounds products or not, loop by loop, and rows depend on their number
+    "-fopenmp",
+    "-fPIC",
+    "-Wall",
+)
 _TIMEOUT = 55.0  # seconds: some are needed; a start may take longer than two of them without progress
 _WORKPLACE = ".compile-"  # + a random suffix
 
 
 class KernelsUnavailable(Exception):
-    """The native kernels cannot be had; the message is a reason for the user."""
+    """These kernels cannot be had; the message is a reason for the user."""
 
 
 class CompilerMissing(KernelsUnavailable):

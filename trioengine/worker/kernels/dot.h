@@ -12,14 +12,14 @@ namespace {
 
 using Bytes = uint8_t __attribute__((vector_size(4 * LANES)));
 
-#if INSTRUCTIONS == 0 || INSTRUCTIONS == VNNI
+#if INSTRUCTIONS == 0 || INSTRUCTIONS >= VNNI
 
 constexpr int CODE_BITS = 8;  // of the codes that `dot` multiplies, at most
 using Sums = Ints;
 
 // For each lane the products of 4 unsigned codes of the weight and of the same 4 codes of a row.
 inline Sums dot(Sums sums, Bytes weight, int32_t row) {
-#if INSTRUCTIONS == VNNI
+#if INSTRUCTIONS >= VNNI
     return (Sums)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weight, _mm512_set1_epi32(row));
 #else
     const Words words = (Words)weight;
@@ -66,6 +66,14 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
     return a * b + c;
 #endif
 }
+
+#if INSTRUCTIONS >= BF16
+// For each lane the products of two numbers of bfloat16 of the weight and of the same two of a row, which share a word.
+// The upper ones are added first. Subnormal numbers are taken as 0.
+inline Floats add_pair(Floats sums, Words weight, uint32_t row) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)weight, (__m512bh)_mm512_set1_epi32(int(row)));
+}
+#endif
 
 inline Floats load_halves(const uint8_t *from) {  // finite numbers of 16 bits
 #if INSTRUCTIONS >= AVX512

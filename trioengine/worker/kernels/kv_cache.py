@@ -139,9 +139,10 @@ def size_caches(
     num_slots = max(2, min(most_slots, memory // 2 // per_slot)) if per_slot else 0
     if memory < num_slots * per_slot + (1 + num_reserved) * per_block:
         states = f", and two state slots, which take {2 * per_slot} bytes" if per_slot else ""
+        padding = ", and another for padding (without --cuda-graphs none)" if num_reserved else ""
         raise ModelError(
             f"kv_cache_memory (--kv-cache-memory) is too small: {memory} bytes hold no block "
-            f"of {config.block_size} tokens, which takes {per_block} bytes{states}"
+            f"of {config.block_size} tokens, which takes {per_block} bytes{padding}{states}"
         )
     return (memory - num_slots * per_slot) // per_block - num_reserved, num_slots
 

@@ -17,11 +17,14 @@
 #define AVX2 1
 #define AVX512 2
 #define VNNI 3
+#define BF16 4
 #ifndef AT_MOST
-#define AT_MOST VNNI
+#define AT_MOST BF16
 #endif
 
-#if AT_MOST >= VNNI && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if AT_MOST >= BF16 && defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define INSTRUCTIONS BF16
+#elif AT_MOST >= VNNI && defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define INSTRUCTIONS VNNI
 #elif AT_MOST >= AVX512 && defined(__AVX512BW__)
 #define INSTRUCTIONS AVX512

@@ -11,14 +11,14 @@ namespace {
 // Room for the rows of any product.
 struct Inputs {
     Activations quantized;
-    float *values;
+    Prepared *values;
 };
 
 inline void prepare_row(const Element *x, int64_t row, const Weight &w, const Inputs &to) {
     if (w.bits > 0)
         quantize_row(x, row, w.inputs / GROUP, to.quantized);
     else
-        widen_row(x, row, w.inputs, to.values);
+        prepare_floats(x, row, w.inputs, to.values);
 }
 
 // Tasks of a block of rows, each of some outputs.

@@ -31,7 +31,8 @@ int64_t multiply_integers(int64_t rounds, int64_t threads) {
     int64_t total = 0;
 #pragma omp parallel for schedule(static) reduction(+ : total)
     for (int64_t thread = 0; thread < threads; thread++) {
-        Sums sums[CHAINS]{};
+        Sums sums[CHAINS];  // different ones, or the compiler computes one
+        for (int i = 0; i < CHAINS; i++) sums[i] = Sums{} + i;
         const Bytes weight = Bytes{} + uint8_t(thread % 15 + 1);
         for (int64_t round = 0; round < rounds; round++)
 #pragma GCC unroll 8
@@ -46,7 +47,8 @@ double multiply_floats(int64_t rounds, int64_t threads) {
     double total = 0;
 #pragma omp parallel for schedule(static) reduction(+ : total)
     for (int64_t thread = 0; thread < threads; thread++) {
-        Floats sums[CHAINS]{};
+        Floats sums[CHAINS];
+        for (int i = 0; i < CHAINS; i++) sums[i] = Floats{} + float(i);
         const Floats weight = 1.0f / float(thread + 2) - Floats{};
         for (int64_t round = 0; round < rounds; round++)
 #pragma GCC unroll 8

@@ -24,10 +24,10 @@ from torch import Tensor
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.kv_cache import KVCache, quantized
 
-_QUERIES = 64  # of a tile of several tokens, about
+_QUERIES = 64  # of a tile of several tokens: as many whole tokens as fit
 _LEAST_QUERIES = 16  # that the matrix units multiply at a time
 _MOST_KEYS, _LEAST_KEYS = 64, 16  # at a time
-_KEY_BYTES = 16 << 10  # at a time, where these are more than the least: for two pairs of keys and values beside queries
+_KEY_BYTES = 16 << 10  # of keys at a time, so that two stages of keys and values fit the shared memory
 _PROGRAMS = 528  # that keep a GPU busy: four for each of some 132 multiprocessors
 _MOST_SPLITS = 32  # of a context
 
@@ -123,7 +123,7 @@ class TritonAttention:
         tile_size: int,
         num_splits: int,
     ) -> None:
-        """These tiles, of at most `tile_size` tokens, their contexts in so many parts."""
+        """Compute these tiles, of at most `tile_size` tokens; their contexts are divided into `num_splits` parts."""
         cache, layout, plan = self._cache, self._cache.layout, self._plan
         head_dim, num_heads = layout.head_dim, layout.num_kv_heads * plan.group_size
         start, stop = tiles.start or 0, tiles.stop

@@ -7,54 +7,64 @@ were: with new ones, new graphs are recorded.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from trioengine.hub.experts_config import ExpertsConfig
 from trioengine.hub.model_config import TextConfig
-from trioengine.worker.kernels import Kernels, RecordableAttention, RecordableKernels
+from trioengine.worker.kernels import Kernels, RecordableKernels
 from trioengine.worker.kernels.batch import ForwardBatch, Padding, make_batch
 from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.models import Model
-from trioengine.worker.runner.sampling import best_tokens
+from trioengine.worker.runner.sampling import Best, best_tokens
 from trioengine.worker.scheduling.sequence import SchedulerOutput
 
-
-def recordable_kernels(kernels: Kernels, model: TextConfig) -> RecordableKernels | None:
-    """The kernels, unless they or the model's layers wait for the GPU: those of experts and of states do."""
-    waits = isinstance(model, ExpertsConfig) or bool(model.state_parts)
-    return kernels if isinstance(kernels, RecordableKernels) and not waits else None
-
-
-def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The numbers of sequences that steps are padded to: powers of two, and multiples of 8."""
-    powers = (size for size in (1, 2, 4) if size < max_num_seqs)
-    return (*powers, *range(8, max_num_seqs, 8), max_num_seqs)
+logger = logging.getLogger("trioengine")
+_MOST_SEQUENCES = 512  # of a graph: larger steps keep a GPU busy without
 
 
 class Computed(NamedTuple):
     """The results of a step, until the next one."""
 
     logits: Tensor  # [num_samples, vocab_size]
-    best: Tensor  # [num_samples]: of each row, as `best_tokens` returns them
-    best_ids: Tensor
+    best: Best
+
+
+Replay: TypeAlias = Callable[[ForwardBatch], Computed]
+
+
+def can_record(kernels: Kernels, model: TextConfig) -> bool:
+    """Whether neither the kernels nor the model's layers wait for the GPU; those of experts and of states do."""
+    waits = isinstance(model, ExpertsConfig) or bool(model.state_parts)
+    return isinstance(kernels, RecordableKernels) and not waits
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """The numbers of sequences that steps are padded to: powers of two, then multiples of 8, up to 512."""
+    largest = min(max_num_seqs, _MOST_SEQUENCES)
+    powers = (size for size in (1, 2, 4) if size < largest)
+    return (*powers, *range(8, largest, 8), largest)
 
 
 class CudaGraphs:
-    """The graphs of one model and KV cache, which share the memory of their inputs and of their work."""
+    """The graphs of one model and KV cache, which share the memory of their inputs, their work and their logits."""
 
     def __init__(
         self, model: Model, kernels: RecordableKernels, cache: KVCache, padding: Padding, max_model_len: int
     ) -> None:
         """For steps of sequences with up to `max_model_len` tokens, padded by `padding`."""
         self._model, self._kernels, self._cache, self._padding = model, kernels, cache, padding
-        max_blocks = -(-max_model_len // cache.layout.block_size)
-        num_numbers = kernels.plan_size(padding.sizes[-1], max_blocks)
-        self._plan = torch.zeros(num_numbers, dtype=torch.int32, device=model.device)
+        plan_size = kernels.plan_size(padding.sizes[-1], -(-max_model_len // cache.layout.block_size))
+        self._plan = torch.zeros(plan_size, dtype=torch.int32, device=model.device)
+        self._logits: Tensor | None = None  # [the largest size, vocab_size], with the first graph
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[int, _Graph] = {}
+        self._replays: dict[int, Replay] = {}
+        self._is_able = True
 
     def run(self, batch: ForwardBatch) -> Computed | None:
         """Compute the step, which is in host memory; None if no graph can.
@@ -64,54 +74,53 @@ class CudaGraphs:
         size = len(batch.token_ids)
         if not batch.is_decode or size not in self._padding.sizes:
             return None
-        return self._graph(size).replay(batch)
+        if size not in self._replays:
+            self._record(size)
+        replay = self._replays.get(size)
+        return None if replay is None else replay(batch)
 
     def record_next(self) -> bool:
-        """Record one graph more, the largest that is missing; False if there are all."""
-        size = max((size for size in self._padding.sizes if size not in self._graphs), default=None)
-        if size is not None:
-            self._graph(size)
-        return size is not None
+        """Record one more graph, the largest that is missing; returns whether there was one."""
+        missing = [size for size in self._padding.sizes if size not in self._replays]
+        if not missing or not self._is_able:
+            return False
+        self._record(max(missing))
+        return True
 
-    def _graph(self, size: int) -> _Graph:
-        if size not in self._graphs:
-            block_size = self._cache.layout.block_size
-            padding = make_batch(SchedulerOutput(()), block_size, self._padding.of_size(size))
-            numbers = padding.numbers.to(self._model.device)
-            batch = padding.with_numbers(numbers)
-            attention = self._kernels.recordable_attention(batch, self._cache, self._plan)
-            self._graphs[size] = _Graph(self._model, batch, numbers, attention, self._pool)
-        return self._graphs[size]
+    def _record(self, size: int) -> None:
+        """Where that fails, as for a lack of memory, no more graphs are recorded, and steps run kernel by kernel."""
+        if self._is_able:
+            try:
+                self._replays[size] = self._recorded(size)
+            except RuntimeError as exc:  # torch's
+                self._is_able = False
+                logger.warning("no CUDA graph of %d sequences can be recorded, and no others are: %s", size, exc)
 
+    def _recorded(self, size: int) -> Replay:
+        padding = make_batch(SchedulerOutput(()), self._cache.layout.block_size, self._padding.of_size(size))
+        packed = padding.packed.to(self._model.device)
+        batch = padding.with_packed(packed)
+        attention = self._kernels.recordable_attention(batch, self._cache, self._plan)
 
-class _Graph:
-    def __init__(
-        self,
-        model: Model,
-        batch: ForwardBatch,
-        numbers: Tensor,
-        attention: RecordableAttention,
-        pool: Any,
-    ) -> None:
-        """Record the step `batch`, whose tensors are views of `numbers`, in the memory of `pool`."""
-        self._numbers, self._attention = numbers, attention
+        def compute() -> Tensor:
+            return self._model.logits(self._model.forward(batch, attention))
 
-        def compute() -> Computed:
-            logits = model.logits(model.forward(batch, attention))
-            return Computed(logits, *best_tokens(logits))
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # before: kernels are compiled and loaded, and libraries take memory
+            shown = compute()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        if self._logits is None:
+            self._logits = shown.new_empty((self._padding.sizes[-1], shown.shape[1]))
+        logits, graph = self._logits[:size], torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            logits.copy_(compute())
+            best = best_tokens(logits)
 
-        self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # before: kernels are compiled and loaded, and libraries take memory
-            compute()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._computed = compute()
+        def replay(step: ForwardBatch) -> Computed:
+            packed.copy_(step.packed)
+            attention.lay_out(step)
+            graph.replay()
+            count = step.num_samples
+            return Computed(logits[:count], Best(best.logits[:count], best.token_ids[:count]))
 
-    def replay(self, batch: ForwardBatch) -> Computed:
-        self._numbers.copy_(batch.numbers)
-        self._attention.lay_out(batch)
-        self._graph.replay()
-        num_samples = batch.num_samples
-        return Computed(*(tensor[:num_samples] for tensor in self._computed))
+        return replay

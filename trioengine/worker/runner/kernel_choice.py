@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 import sys
 
@@ -10,11 +11,11 @@ import torch
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.hub.model_config import TextConfig
-from trioengine.worker.kernels import Kernels, RecordableKernels
+from trioengine.worker.kernels import Kernels
 from trioengine.worker.kernels.compiler import CompilerMissing, KernelsUnavailable
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.torch_kernels import TorchKernels
-from trioengine.worker.runner.cuda_graphs import recordable_kernels
+from trioengine.worker.runner.cuda_graphs import can_record
 
 _LEAST_CAPABILITY = (8, 0)  # of GPUs that multiply bfloat16
 
@@ -63,12 +64,26 @@ def check_triton(device: torch.device) -> None:
         raise KernelsUnavailable(f"{torch.cuda.get_device_name(device)} is older than NVIDIA's Ampere")
     if importlib.util.find_spec("triton") is None:
         raise KernelsUnavailable("triton, which comes with torch for NVIDIA GPUs on Linux, is not installed")
+    try:
+        import triton
+
+        _ = triton.runtime.driver.active.utils  # compiled by gcc, as all launches of kernels are
+    except Exception as exc:  # of any kind: whatever the compiler, the linker or an import raises
+        raise KernelsUnavailable(f"triton does not work: {exc}") from exc
 
 
-def choose_graphs(config: WorkerConfig, model: TextConfig, kernels: Kernels) -> tuple[bool, RecordableKernels | None]:
-    """Whether steps are padded, and the kernels, if they are recorded, too.
+class StepGraphs(enum.Enum):
+    """Whether decoding steps are padded to a few sizes, and recorded as CUDA graphs."""
 
-    `auto`: both, where steps can be recorded. `pad`: they are padded only.
-    """
-    recordable = recordable_kernels(kernels, model) if config.cuda_graphs == "auto" and not model.embeds else None
-    return recordable is not None or (config.cuda_graphs == "pad" and not model.embeds), recordable
+    NONE = "none"
+    PAD = "pad"  # only
+    RECORD = "record"
+
+
+def choose_graphs(config: WorkerConfig, model: TextConfig, kernels: Kernels) -> StepGraphs:
+    """`auto`: recorded where the kernels and the model's layers can be. An embedding model has no decoding steps."""
+    if config.cuda_graphs == "none" or model.embeds:
+        return StepGraphs.NONE
+    if config.cuda_graphs == "pad":
+        return StepGraphs.PAD
+    return StepGraphs.RECORD if can_record(kernels, model) else StepGraphs.NONE

@@ -12,12 +12,14 @@ from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.image import ImageInfo, ImageProcessing
 from trioengine.core.power import ALL_TAGS, Tag
-from trioengine.worker.kernels.batch import make_batch
+from trioengine.worker.kernels import RecordableKernels
+from trioengine.worker.kernels.batch import Padding, make_batch
 from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.kernels.state_cache import StateCache
 from trioengine.worker.models import Model, VisionModel
-from trioengine.worker.runner.cuda_graphs import CudaGraphs
+from trioengine.worker.runner.cuda_graphs import CudaGraphs, graph_sizes
 from trioengine.worker.runner.embedding import embed_all
+from trioengine.worker.runner.kernel_choice import StepGraphs
 from trioengine.worker.runner.model_weights import ModelSpec, ModelWeights, failure_of, give_back, share_one_arena
 from trioengine.worker.runner.sampling import sample_all
 from trioengine.worker.runner.scoring import with_scores
@@ -35,6 +37,9 @@ class TorchModelRunner:
         self._cache: KVCache | None = None  # None: it sleeps
         self._states: StateCache | None = None  # None: it sleeps, with the KV cache, or the model has no states
         self._graphs: CudaGraphs | None = None  # of these weights and this cache; None: none are recorded yet
+        self._padding: Padding | None = None
+        if spec.graphs is not StepGraphs.NONE:
+            self._padding = Padding(graph_sizes(min(spec.max_num_seqs, spec.num_blocks)), spec.num_blocks)
         self.info = ModelInfo(
             model_type=spec.model.model_type,
             device=str(spec.device),
@@ -63,6 +68,8 @@ class TorchModelRunner:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         spec = ModelSpec.read(config)
+        if spec.device.type == "cuda":
+            torch.cuda.set_device(spec.device)  # where Triton starts kernels, and graphs are recorded
         runner = TorchModelRunner(spec, ModelWeights(spec, config.model_path, on_progress))
         runner._take(ALL_TAGS.difference(config.asleep))
         return runner
@@ -93,9 +100,9 @@ class TorchModelRunner:
                 states.copy(output.state_copies)
             if output.encode:
                 encode_tiles(output.encode, self._vision_model)
-            batch = make_batch(output, self._spec.layout.block_size, self._spec.padding)
+            batch = make_batch(output, self._spec.layout.block_size, self._padding)
             if (graphs := self._recorder()) is not None and (computed := graphs.run(batch)) is not None:
-                return sample_all(computed.logits, output.scheduled, (computed.best, computed.best_ids))
+                return sample_all(computed.logits, output.scheduled, computed.best)
             batch = batch.to(model.device)
             hidden = model.forward(batch, self._spec.kernels.attention(batch, cache), states)
             if self.info.embeds:
@@ -106,16 +113,16 @@ class TorchModelRunner:
             return with_scores(output, sampled, hidden[batch.num_samples :], model.logits, self.info.vocab_size)
 
     def prepare(self) -> bool:
-        """Record one CUDA graph more; False if there is none to record."""
+        """Record one more CUDA graph, if any is missing."""
         with torch.inference_mode():
             graphs = self._recorder() if self._cache is not None and self._weights.are_awake else None
             return graphs is not None and graphs.record_next()
 
     def _recorder(self) -> CudaGraphs | None:
         """The graphs of the weights and the cache, which are awake; None if this model's steps are not recorded."""
-        kernels, padding = self._spec.recordable, self._spec.padding
-        if self._graphs is None and kernels is not None and padding is not None:
-            self._graphs = CudaGraphs(self.model, kernels, self.cache, padding, self.info.max_model_len)
+        if self._graphs is None and self._padding is not None and self._spec.graphs is StepGraphs.RECORD:
+            kernels = cast("RecordableKernels", self._spec.kernels)
+            self._graphs = CudaGraphs(self.model, kernels, self.cache, self._padding, self.info.max_model_len)
         return self._graphs
 
     def encode(self, tiles: Tensor) -> Tensor:

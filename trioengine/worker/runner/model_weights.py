@@ -23,13 +23,11 @@ from torch import Tensor, UntypedStorage
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.hub.model_config import ModelConfig, TextConfig
-from trioengine.worker.kernels import Kernels, RecordableKernels
-from trioengine.worker.kernels.batch import Padding
+from trioengine.worker.kernels import Kernels
 from trioengine.worker.kernels.kv_cache import KVCache, KVLayout, size_caches
 from trioengine.worker.kernels.state_cache import StateCache
 from trioengine.worker.models import Model, load_model
-from trioengine.worker.runner.cuda_graphs import graph_sizes
-from trioengine.worker.runner.kernel_choice import choose_graphs, choose_kernels
+from trioengine.worker.runner.kernel_choice import StepGraphs, choose_graphs, choose_kernels
 from trioengine.worker.runner.linear_choice import LinearChoice
 from trioengine.worker.scheduling.sequence import OnProgress
 from trioengine.worker.weights import open_checkpoint
@@ -48,13 +46,13 @@ class ModelSpec:
     model: ModelConfig
     device: torch.device
     dtype: torch.dtype
+    max_num_seqs: int  # of a step
     max_model_len: int  # tokens; never more than the KV cache holds
     num_blocks: int
     num_state_slots: int  # 0: the model has no states
     layout: KVLayout
     kernels: Kernels
-    padding: Padding | None  # of steps
-    recordable: RecordableKernels | None  # the same kernels, if steps are recorded as CUDA graphs
+    graphs: StepGraphs
     linears: LinearChoice
     quantization: str  # of the checkpoint that is loaded first
 
@@ -69,16 +67,18 @@ class ModelSpec:
             weights = sum(map(math.prod, model.wanted_tensors().values())) * dtype.itemsize
             layout = _layout_of(config, model.text, dtype)
             kernels = choose_kernels(config, model.text, dtype, device, layout.dtype)
-            pads, recordable = choose_graphs(config, model.text, kernels)
-            num_blocks, num_slots = size_caches(config, model.text, layout, dtype, device, weights, num_reserved=pads)
-            padding = Padding(graph_sizes(config.max_num_seqs), num_blocks) if pads else None
+            graphs = choose_graphs(config, model.text, kernels)
+            num_reserved = 0 if graphs is StepGraphs.NONE else 1
+            num_blocks, num_slots = size_caches(
+                config, model.text, layout, dtype, device, weights, num_reserved=num_reserved
+            )
             limits = (model.text.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
             max_model_len = min(limit for limit in limits if limit is not None)
             layout = replace(layout, transposes_keys=kernels.transposes_keys)
             linears = LinearChoice(config, kernels)
             quantization = linears.quantization_of(checkpoint)
-            sizes = max_model_len, num_blocks, num_slots
-            return ModelSpec(model, device, dtype, *sizes, layout, kernels, padding, recordable, linears, quantization)
+            sizes = config.max_num_seqs, max_model_len, num_blocks, num_slots
+            return ModelSpec(model, device, dtype, *sizes, layout, kernels, graphs, linears, quantization)
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[Checkpoint]:
@@ -97,7 +97,7 @@ class ModelSpec:
         """The KV cache, and that of states, if the model has any; ModelError where the memory cannot be had."""
         parts = self.model.text.state_parts
         states = StateCache(parts, self.num_state_slots, self.dtype, self.device) if parts else None
-        num_blocks = self.num_blocks + (self.padding is not None)
+        num_blocks = self.num_blocks + (self.graphs is not StepGraphs.NONE)
         return KVCache(self.layout, num_blocks, self.model.text.num_kv_layers, self.device), states
 
 
@@ -302,6 +302,7 @@ def give_back(device: torch.device) -> None:
     """Collect garbage, and empty the allocators of the device and of the host."""
     gc.collect()
     if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
     if _HAS_GLIBC_MALLOC:
         _LIBC.malloc_trim(0)

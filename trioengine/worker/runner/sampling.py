@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,9 +38,14 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def sample_all(
-    logits: Tensor, scheduled: Iterable[ScheduledSequence], best: tuple[Tensor, Tensor] | None = None
-) -> list[Sampled]:
+class Best(NamedTuple):
+    """The maximum of every row [num_rows], nan where there is one, and the first token that has it."""
+
+    logits: Tensor
+    token_ids: Tensor
+
+
+def sample_all(logits: Tensor, scheduled: Iterable[ScheduledSequence], best: Best | None = None) -> list[Sampled]:
     """The result of each entry that samples, from a row of logits [num_rows, vocab_size] for each of its places.
 
     `best`: the `best_tokens` of these logits, if they are known.
@@ -51,11 +57,11 @@ def sample_all(
     return [verified(entry.draft, list(islice(rows, 1 + len(entry.draft)))) for entry in entries]
 
 
-def sample(logits: Tensor, sequences: list[Sequence], known_best: tuple[Tensor, Tensor] | None = None) -> list[Sampled]:
+def sample(logits: Tensor, sequences: list[Sequence], best: Best | None = None) -> list[Sampled]:
     """One token for each row of logits [num_rows, vocab_size]; a row without one, or not finite, fails alone.
 
     A row's token depends on the row, its parameters, its seed and its position, and on nothing else in the batch.
-    `known_best`: the `best_tokens` of these logits, if they are known.
+    `best`: the `best_tokens` of these logits, if they are known.
     """
     if not sequences:
         return []
@@ -67,9 +73,11 @@ def sample(logits: Tensor, sequences: list[Sequence], known_best: tuple[Tensor, 
         process_row(processed[row], sequences[row])
     if masks:
         processed = _allowed(processed, masks)
-    best, token_ids = known_best if known_best is not None and processed is raw else best_tokens(processed)
-    _draw_all(processed, best, token_ids, sequences)
-    checked = _checked(best, best if processed is raw else raw.amax(dim=-1))
+    if best is None or processed is not raw:
+        best = best_tokens(processed)
+    highest, token_ids = best
+    _draw_all(processed, highest, token_ids, sequences)
+    checked = _checked(highest, highest if processed is raw else raw.amax(dim=-1))
     rows = _rows(sequences, token_ids.tolist(), checked, _logprobs(raw, token_ids, sequences))
     return [failures.get(row, sampled) for row, sampled in enumerate(rows)]
 
@@ -101,8 +109,8 @@ def _allowed(logits: Tensor, masks: Mapping[int, bytes]) -> Tensor:
     return torch.where(torch.from_numpy(allowed).to(logits.device), logits, float("-inf"))
 
 
-def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The maximum of every row, nan where there is one, and the first token that has it.
+def best_tokens(logits: Tensor) -> Best:
+    """Find the maximum of every row of logits [num_rows, vocab_size].
 
     Maxima of buckets first, then inside the one bucket: nine times as fast as argmax over a row of bfloat16.
     """
@@ -113,7 +121,7 @@ def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     buckets = padded.view(len(logits), -1, _BUCKET)
     maxima = buckets.amax(dim=-1)  # [num_rows, num_buckets]
     bucket = maxima.argmax(dim=-1)
-    return maxima[rows, bucket], bucket * _BUCKET + buckets[rows, bucket].argmax(dim=-1)
+    return Best(maxima[rows, bucket], bucket * _BUCKET + buckets[rows, bucket].argmax(dim=-1))
 
 
 def _is_plain(sequence: Sequence) -> bool:

@@ -206,7 +206,7 @@ class EngineCore:
         self._scheduler.check_integrity()
 
     def prepare(self) -> bool:
-        """Do a part of what makes later steps faster; False if nothing is left to do. For a worker without work."""
+        """Prepare one more thing for later steps, if any is missing; returns whether it did. For an idle worker."""
         return self._runner.prepare()
 
     # ---- messages ---------------------------------------------------------------------------------------------------

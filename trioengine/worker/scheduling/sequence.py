@@ -364,7 +364,7 @@ class ModelRunner(Protocol):
         ...
 
     def prepare(self) -> bool:
-        """Do a part of what makes later steps faster, in a fraction of a second; False if nothing is left to do."""
+        """Prepare one more thing for later steps, if any is missing; returns whether it did."""
         ...
 
     def sleep(self) -> None:
