@@ -193,7 +193,7 @@ IMAGE_MUTANTS = (
         "F22f",
         "a payload that comes for a stopped request is closed, and never reported",
         replaced(Pictures, "give", _close_without_a_word),
-        shows="the worker never consumes payloads|has yet to consume payloads",
+        shows="the worker never consumes payloads|has yet to consume payloads|waits? forever",
     ),
     Mutant(
         "F22g",

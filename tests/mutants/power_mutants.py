@@ -243,7 +243,7 @@ POWER_MUTANTS = (
         "F66",
         "an update to an empty path is made",
         replaced(power, "path_of", lambda _: str),
-        shows="update to|machines announce changes",
+        shows="update to|machines announce changes|nothing sleeps, and EngineAsleep",
         machine="PowerMachine",
     ),
     Mutant(

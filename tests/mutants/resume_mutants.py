@@ -99,14 +99,14 @@ RESUME_MUTANTS = (
         "F86b",
         "the event that was being sent when the connection was lost is lost",
         replaced(Outbox, "detach", _lose_what_was_being_sent),
-        shows=r"event \d+ is|some were dropped|have come",
+        shows=r"event \d+ is|some were dropped|have come|pop from an empty deque",
         machine="RealtimeMachine",
     ),
     Mutant(
         "F86c",
         "two connections send the events of a session that was taken over",
         replaced(RealtimeConnection, "attach", _leave_the_sender),
-        shows=r"event \d+ is|have come",
+        shows=r"event \d+ is|have come|never answered",
         machine="RealtimeMachine",
     ),
     Mutant(
@@ -120,7 +120,7 @@ RESUME_MUTANTS = (
         "F87b",
         "a session whose window has passed goes on",
         replaced(Window, "passed", _wait_forever),
-        shows="sessions go on|resumes a session that is over|outlive their windows",
+        shows="sessions go on|resumes a session that is over|outlive their windows|are kept for a slow client",
         machine="RealtimeMachine",
     ),
     Mutant(

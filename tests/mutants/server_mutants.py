@@ -125,7 +125,7 @@ SERVER_MUTANTS = (
         "F28c",
         "the bytes of a client that goes away are counted on",
         replaced(ByteBudget, "holding", _give_back_after_success),
-        shows="bytes are kept for them",
+        shows="bytes are kept for them|the server buffers at most",
         machine="HttpMachine",
     ),
     Mutant(

@@ -116,7 +116,7 @@ SESSION_MUTANTS = (
         "the end of a session strands the reader of its request",
         rewritten(Phase.ENDING, _X, Event.SESSION_ENDED, Transition(Phase.ENDED, _D, (Action.FREE_SESSION,))),
         shows=r"its time is over|(readers|callers|it) waits? forever|its reader waits|in flight|abort\(\) returned"
-        "|pins and holders",
+        "|pins and holders|are counted to run",
     ),
     Mutant(
         "F62",

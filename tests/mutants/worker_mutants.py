@@ -216,6 +216,6 @@ WORKER_MUTANTS = (
         "F97",
         "the tokens of a draft behind the end of the answer are sent",
         replaced(Scheduler, "_append_sampled", _go_on_behind_the_end),
-        shows="the model's|of none of the weights|the whole answer",
+        shows="the model's|of none of the weights|the whole answer|session \\d+ holds \\d+ tokens",
     ),
 )
