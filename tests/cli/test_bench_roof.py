@@ -1,11 +1,15 @@
 """The peaks of this CPU, measured for a moment."""
 
+import ctypes
 import json
 import os
 import subprocess
 import sys
 
+import pytest
 from helpers.torch_driver import needs_compiler
+
+from trioengine.worker.roof import load_roof
 
 COMMAND = (sys.executable, "-m", "trioengine", "bench", "roof", "--seconds", "0.001", "--num-threads", "1")
 PEAKS = ["memory_gb_s", "int8_gop_s", "float32_gop_s", "bfloat16_gop_s"]
@@ -25,6 +29,15 @@ def test_the_peaks():
     assert report["threads"] == 1
     assert all(report[peak] > 0.1 for peak in PEAKS)
     assert report["int8_gop_s"] > 2 * report["memory_gb_s"]  # else no instruction was counted
+
+
+@pytest.mark.parametrize("at_most", [None, "VNNI", "AVX512", "AVX2", "0"])
+def test_every_instruction_set(at_most):
+    needs_compiler()
+    native, count = load_roof(at_most), ctypes.c_int64
+    assert native.numbers_in_a_lane() in (1, 2)
+    for name in ("multiply_integers", "multiply_floats", "multiply_bfloat16"):
+        assert getattr(native, name)(count(3), count(1)) != 0, name
 
 
 def test_the_table_has_units():

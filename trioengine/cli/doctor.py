@@ -34,7 +34,7 @@ NEEDED_MEMORY = 1 << 30  # bytes; a worker with the default model in float32 tak
 FEW_DESCRIPTORS = 1024
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "i8mm")
 _GET_COMPILER = "install a working g++ (Debian: apt install g++)"
-_GET_TRITON = "Triton's kernels need a GPU of NVIDIA's Ampere or later, the package triton, gcc, and Python's headers"
+_GET_TRITON = "use a GPU of NVIDIA's Ampere or later, and install triton, gcc and Python's headers"
 _INSTALL_TORCH = "pip install 'torch>=2.11,<2.14' (on a machine without a GPU, its CPU build first)"
 _CHUNK = 1 << 20
 _HOME = "TRIOENGINE_HOME"

@@ -10,28 +10,25 @@ from pathlib import Path
 import torch
 
 from trioengine.worker.kernels.compiler import load_library
-from trioengine.worker.kernels.linear import make_linear
 
 _SOURCE = Path(__file__).parent / "kernels" / "roof.cpp"
 _MEMORY = 256 << 20  # bytes, more than caches hold
 _CHAINS = 8  # as in roof.cpp
 _ROUNDS = 200_000
-_ROWS, _INPUTS, _OUTPUTS = 512, 576, 3072  # of a product in the model's dtype
+_FUNCTIONS = ("read", "lanes", "multiply_integers", "multiply_floats", "numbers_in_a_lane", "multiply_bfloat16")
 
 
 def measure_roof(seconds: float) -> dict[str, float]:
     """Measure each peak for so long, the best of its rounds.
 
     Returns GB/s of memory that is read, and 10 ** 9 operations a second (a product and its sum are two): of integers of
-    8 bits and floats in registers, and of the library's bfloat16 products of 512 rows. Raises KernelsUnavailable.
+    8 bits, floats and bfloat16, in registers. Raises KernelsUnavailable.
     """
-    native = load_library(_SOURCE, {"ELEMENT": "float"}, ("read", "lanes", "multiply_integers", "multiply_floats"))
-    native.multiply_floats.restype = ctypes.c_double
+    native = load_roof()
     memory = torch.ones(_MEMORY // 4, dtype=torch.int32)
     threads, count = torch.get_num_threads(), ctypes.c_int64
     operations = 2 * native.lanes() * _CHAINS * _ROUNDS * threads
-    linear = make_linear(torch.randn(_OUTPUTS, _INPUTS).bfloat16())
-    rows = torch.randn(_ROWS, _INPUTS).bfloat16()
+    pairs = native.numbers_in_a_lane() * operations
 
     def read() -> None:
         native.read(ctypes.c_void_p(memory.data_ptr()), count(len(memory)))
@@ -41,8 +38,18 @@ def measure_roof(seconds: float) -> dict[str, float]:
         "memory_gb_s": _rate(read, _MEMORY, seconds),
         "int8_gop_s": _rate(lambda: native.multiply_integers(count(_ROUNDS), count(threads)), 4 * operations, seconds),
         "float32_gop_s": _rate(lambda: native.multiply_floats(count(_ROUNDS), count(threads)), operations, seconds),
-        "bfloat16_gop_s": _rate(lambda: linear(rows), 2 * _ROWS * _INPUTS * _OUTPUTS, seconds),
+        "bfloat16_gop_s": _rate(lambda: native.multiply_bfloat16(count(_ROUNDS), count(threads)), pairs, seconds),
     }
+
+
+def load_roof(at_most: str | None = None) -> ctypes.CDLL:
+    """Compile roof.cpp. `at_most`: the best instructions that it uses, of lanes.h; None: this CPU's."""
+    macros: dict[str, str | int] = {"ELEMENT": "float"}
+    if at_most is not None:
+        macros["AT_MOST"] = at_most
+    native = load_library(_SOURCE, macros, _FUNCTIONS)
+    native.multiply_floats.restype = native.multiply_bfloat16.restype = ctypes.c_double
+    return native
 
 
 def _rate(run: Callable[[], object], amount: float, seconds: float) -> float:

@@ -32,15 +32,21 @@ def bench_profile(config: EngineConfig, requests: int, prompt_len: int, output_l
         return 0
     roof = report["roof"]
     print("{steps} steps, {tokens} tokens, {seconds:.3f} s; {dtype}, quantization {quantization}".format_map(report))
-    for name, *figures in (_HEADER, *_rows(report["parts"], roof)):
+    floats = roof[f"{report['dtype']}_gop_s"]
+    for name, *figures in (_HEADER, *_rows(report["parts"], roof, floats)):
         print(f"{name:14}" + "".join(f"{figure:>12}" for figure in figures))
-    peaks = "the roof: {memory_gb_s:.0f} GB/s, 10^9 op/s of int8 {int8_gop_s:.0f}, of float32 {float32_gop_s:.0f}"
-    print(peaks.format_map(roof))
+    peaks = "the roof: {memory_gb_s:.0f} GB/s, 10^9 op/s of int8 {int8_gop_s:.0f}, of".format_map(roof)
+    print(f"{peaks} {report['dtype']} {floats:.0f}")
     return 0
 
 
-def _rows(parts: Mapping[str, Mapping[str, Any]], roof: Mapping[str, float]) -> list[tuple[str, ...]]:
-    """A row for each part, the longest first. Of the roof's shares, of memory and of operations, the larger one."""
+def _rows(
+    parts: Mapping[str, Mapping[str, Any]], roof: Mapping[str, float], floats_gop_s: float
+) -> list[tuple[str, ...]]:
+    """A row for each part, the longest first. Of the roof's shares, of memory and of operations, the larger one.
+
+    `floats_gop_s`: the peak of operations of the dtype.
+    """
     total = sum(part["seconds"] for part in parts.values())
     rows = []
     for name, part in sorted(parts.items(), key=lambda item: -item[1]["seconds"]):
@@ -50,7 +56,7 @@ def _rows(parts: Mapping[str, Mapping[str, Any]], roof: Mapping[str, float]) -> 
             integers, floats, read = (
                 part[key] / seconds / 1e9 for key in ("integer_operations", "float_operations", "weight_bytes")
             )
-            share = max(integers / roof["int8_gop_s"] + floats / roof["float32_gop_s"], read / roof["memory_gb_s"])
+            share = max(integers / roof["int8_gop_s"] + floats / floats_gop_s, read / roof["memory_gb_s"])
             row += [f"{integers + floats:.1f}", f"{read:.1f}", f"{share:.0%}"]
         rows.append(tuple(row))
     return rows

@@ -14,7 +14,7 @@ _ROWS = {
     "memory_gb_s": "GB/s of memory that is read",
     "int8_gop_s": "10^9 operations/s of 8-bit integers, in registers",
     "float32_gop_s": "10^9 operations/s of float32, in registers",
-    "bfloat16_gop_s": "10^9 operations/s of a bfloat16 product of 512 rows",
+    "bfloat16_gop_s": "10^9 operations/s of bfloat16, in registers",
 }
 
 

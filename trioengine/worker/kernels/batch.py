@@ -209,7 +209,7 @@ def _score_rows(scheduled: Sequence[ScheduledSequence], starts: Mapping[int, int
 
 
 def _have_states(scheduled: Sequence[ScheduledSequence]) -> bool:
-    return all(entry.sequence.state_slot != PADDING_SLOT for entry in scheduled)
+    return bool(scheduled) and all(entry.sequence.state_slot != PADDING_SLOT for entry in scheduled)
 
 
 def _state_rows(entries: list[ScheduledSequence], sequences: IntArray, ends: IntArray) -> StateRows:

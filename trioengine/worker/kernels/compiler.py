@@ -29,7 +29,7 @@ _FLAGS = (
     "-std=c++17",
     "-O3",
     "-march=native",
-    "--param=avoid-fma-max-bits=0",  # for AMD GCC rounds products or not, loop by loop, and rows depend on their number
+    "--param=avoid-fma-max-bits=0",  # else GCC fuses products and sums in some loops, for AMD
     "-fopenmp",
     "-fPIC",
     "-Wall",

@@ -69,7 +69,7 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 
 #if INSTRUCTIONS >= BF16
 // For each lane the products of two numbers of bfloat16 of the weight and of the same two of a row, which share a word.
-// The upper ones are added first. Subnormal numbers are taken as 0.
+// The upper ones are added first. Subnormal numbers, also sums, are taken as 0.
 inline Floats add_pair(Floats sums, Words weight, uint32_t row) {
     return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)weight, (__m512bh)_mm512_set1_epi32(int(row)));
 }

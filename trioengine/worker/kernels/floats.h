@@ -2,8 +2,8 @@
 // and outputs are computed beside it. So a row has the same bits in any batch, and with any number of threads.
 //
 // A weight lies in streams, of the outputs that a tile has: first their numbers of two columns, then of the next two. Two
-// numbers of bfloat16 of one output share a word, the first one above. Behind the last output and the last column are
-// zeros. Where the CPU multiplies such pairs, the rows are pairs, too.
+// numbers of bfloat16 of one output share a word, the first column in its upper half. Behind the last output and the last
+// column are zeros. Where the CPU multiplies such pairs, the rows are pairs, too.
 
 #pragma once
 
@@ -45,7 +45,7 @@ inline void pack_stream(const Element *weight, int64_t outputs, int64_t inputs, 
 
 // ---- rows: ROW_GROUP at a time, a column or a pair of columns after the other ----
 
-// The distance between groups of rows, for each of their rows.
+// Prepared numbers of a row.
 inline int64_t row_length(int64_t inputs) { return padded(inputs) / COLUMNS_AT_ONCE; }
 
 // The place of a row's first number.

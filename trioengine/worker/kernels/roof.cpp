@@ -26,17 +26,18 @@ uint32_t read(const uint32_t *data, int64_t count) {
 // Numbers of 4 bytes in a register.
 int64_t lanes() { return LANES; }
 
-// Each of the threads multiplies and adds CHAINS registers of codes in each round.
+// Each of the threads multiplies and adds CHAINS registers of codes in each round. All have other numbers, or the compiler
+// computes them once.
 int64_t multiply_integers(int64_t rounds, int64_t threads) {
     int64_t total = 0;
 #pragma omp parallel for schedule(static) reduction(+ : total)
     for (int64_t thread = 0; thread < threads; thread++) {
-        Sums sums[CHAINS];  // different ones, or the compiler computes one
-        for (int i = 0; i < CHAINS; i++) sums[i] = Sums{} + i;
-        const Bytes weight = Bytes{} + uint8_t(thread % 15 + 1);
+        Sums sums[CHAINS]{};
+        Bytes weights[CHAINS];
+        for (int i = 0; i < CHAINS; i++) weights[i] = Bytes{} + uint8_t((thread + i) % 15 + 1);
         for (int64_t round = 0; round < rounds; round++)
 #pragma GCC unroll 8
-            for (int i = 0; i < CHAINS; i++) sums[i] = dot(sums[i], weight, int32_t(round));
+            for (int i = 0; i < CHAINS; i++) sums[i] = dot(sums[i], weights[i], int32_t(round));
         for (int i = 0; i < CHAINS; i++) total += sums[i][0];
     }
     return total;
@@ -47,15 +48,37 @@ double multiply_floats(int64_t rounds, int64_t threads) {
     double total = 0;
 #pragma omp parallel for schedule(static) reduction(+ : total)
     for (int64_t thread = 0; thread < threads; thread++) {
-        Floats sums[CHAINS];
-        for (int i = 0; i < CHAINS; i++) sums[i] = Floats{} + float(i);
-        const Floats weight = 1.0f / float(thread + 2) - Floats{};
+        Floats sums[CHAINS]{}, weights[CHAINS];
+        for (int i = 0; i < CHAINS; i++) weights[i] = all(1.0f / float(thread + i + 2));
         for (int64_t round = 0; round < rounds; round++)
 #pragma GCC unroll 8
-            for (int i = 0; i < CHAINS; i++) sums[i] = multiply_add(sums[i], weight, float(round) - Floats{});
+            for (int i = 0; i < CHAINS; i++) sums[i] = multiply_add(sums[i], weights[i], all(float(round)));
         for (int i = 0; i < CHAINS; i++) total += sums[i][0];
     }
     return total;
+}
+
+// Numbers of bfloat16 that a product of the kernels multiplies at a time, in each lane.
+int64_t numbers_in_a_lane() { return INSTRUCTIONS >= BF16 ? 2 : 1; }
+
+// The same of bfloat16: in pairs, or as floats.
+double multiply_bfloat16(int64_t rounds, int64_t threads) {
+#if INSTRUCTIONS >= BF16
+    double total = 0;
+#pragma omp parallel for schedule(static) reduction(+ : total)
+    for (int64_t thread = 0; thread < threads; thread++) {
+        Floats sums[CHAINS]{};
+        Words weights[CHAINS];
+        for (int i = 0; i < CHAINS; i++) weights[i] = Words{} + uint32_t(0x3f803f80 + thread + i);
+        for (int64_t round = 0; round < rounds; round++)
+#pragma GCC unroll 8
+            for (int i = 0; i < CHAINS; i++) sums[i] = add_pair(sums[i], weights[i], uint32_t(0x3f803f80 + round));
+        for (int i = 0; i < CHAINS; i++) total += sums[i][0];
+    }
+    return total;
+#else
+    return multiply_floats(rounds, threads);
+#endif
 }
 
 }  // extern "C"

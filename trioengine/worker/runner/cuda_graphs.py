@@ -94,7 +94,11 @@ class CudaGraphs:
                 self._replays[size] = self._recorded(size)
             except RuntimeError as exc:  # torch's
                 self._is_able = False
-                logger.warning("no CUDA graph of %d sequences can be recorded, and no others are: %s", size, exc)
+                logger.warning(
+                    "recording a CUDA graph of %d sequences failed, steps without one run kernel by kernel: %s",
+                    size,
+                    exc,
+                )
 
     def _recorded(self, size: int) -> Replay:
         padding = make_batch(SchedulerOutput(()), self._cache.layout.block_size, self._padding.of_size(size))

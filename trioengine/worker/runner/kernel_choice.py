@@ -68,7 +68,7 @@ def check_triton(device: torch.device) -> None:
         import triton
 
         _ = triton.runtime.driver.active.utils  # compiled by gcc, as all launches of kernels are
-    except Exception as exc:  # of any kind: whatever the compiler, the linker or an import raises
+    except Exception as exc:  # errors of the compiler, the linker or an import
         raise KernelsUnavailable(f"triton does not work: {exc}") from exc
 
 
@@ -76,7 +76,7 @@ class StepGraphs(enum.Enum):
     """Whether decoding steps are padded to a few sizes, and recorded as CUDA graphs."""
 
     NONE = "none"
-    PAD = "pad"  # only
+    PAD = "pad"  # padded, not recorded
     RECORD = "record"
 
 

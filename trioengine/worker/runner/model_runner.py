@@ -20,7 +20,14 @@ from trioengine.worker.models import Model, VisionModel
 from trioengine.worker.runner.cuda_graphs import CudaGraphs, graph_sizes
 from trioengine.worker.runner.embedding import embed_all
 from trioengine.worker.runner.kernel_choice import StepGraphs
-from trioengine.worker.runner.model_weights import ModelSpec, ModelWeights, failure_of, give_back, share_one_arena
+from trioengine.worker.runner.model_weights import (
+    ModelSpec,
+    ModelWeights,
+    choose_device,
+    failure_of,
+    give_back,
+    share_one_arena,
+)
 from trioengine.worker.runner.sampling import sample_all
 from trioengine.worker.runner.scoring import with_scores
 from trioengine.worker.scheduling.images import DecodedImage, Tile, TileShape, Vision
@@ -67,9 +74,10 @@ class TorchModelRunner:
         torch.backends.cudnn.allow_tf32 = False  # of float32, which would leave patches of images 10 bits
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        device = choose_device(config.device)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # where Triton starts kernels, and graphs are recorded
         spec = ModelSpec.read(config)
-        if spec.device.type == "cuda":
-            torch.cuda.set_device(spec.device)  # where Triton starts kernels, and graphs are recorded
         runner = TorchModelRunner(spec, ModelWeights(spec, config.model_path, on_progress))
         runner._take(ALL_TAGS.difference(config.asleep))
         return runner
