@@ -38,7 +38,7 @@ Replay: TypeAlias = Callable[[ForwardBatch], Computed]
 
 
 def can_record(kernels: Kernels, model: TextConfig) -> bool:
-    """Whether neither the kernels nor the model's layers wait for the GPU; those of experts and of states do."""
+    """Whether neither the kernels nor the model's layers wait for the GPU, as layers with experts or states do."""
     waits = isinstance(model, ExpertsConfig) or bool(model.state_parts)
     return isinstance(kernels, RecordableKernels) and not waits
 
