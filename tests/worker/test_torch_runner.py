@@ -53,7 +53,7 @@ def test_a_cache_of_8_bits(tiny_llama, tmp_path, variant, options, pieces):
     runner = load(tiny_llama.write(tmp_path, variant), kv_cache_memory=1 << 20, kv_cache_dtype="int8", **options)
     model = runner._spec.model.text
     per_block = 2 * model.num_layers * model.num_kv_heads * (model.head_dim + 4) * 16
-    num_blocks = (1 << 20) // per_block - (runner._spec.padding is not None)
+    num_blocks = (1 << 20) // per_block - (runner._padding is not None)
     assert (runner.info.kv_blocks_total, runner.info.kv_cache_dtype) == (num_blocks, "int8")
     assert sum(tensor.nbytes for tensor in (*runner.cache.layers, *runner.cache.scales)) <= 1 << 20
     params = ResolvedParams(temperature=0.0, seed=0, logprobs=0)
