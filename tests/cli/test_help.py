@@ -37,7 +37,7 @@ def test_other_ways_to_the_help(capsys, arguments, usage):
 def test_the_help_shows_choices(capsys):
     assert run(["serve", "--help"]) == 0
     shown = capsys.readouterr().out
-    for metavar in ("--kernels <auto|native|torch>", "--on-worker-loss <resume|fail>", "--api-key <str>"):
+    for metavar in ("--kernels <auto|native|triton|torch>", "--on-worker-loss <resume|fail>", "--api-key <str>"):
         assert metavar in shown
     assert "list[" not in shown
 

@@ -282,7 +282,8 @@ def test_an_idle_worker_prepares_until_work_comes(worker: Worker) -> None:
     worker.runner.before_step = lambda output: left.append(len(parts))
     worker.engine.configure()
     begun.wait()
-    worker.engine.send(AddSession(1), request(1, 1, [4, 5]))
+    worker.engine.send(AddSession(1), request(1, 1, [4, 5]), Ping(1))
+    assert isinstance(worker.engine.receive(), Pong)  # so the reader has the messages before it
     release.set()
     for _ in range(3):
         assert isinstance(worker.engine.receive(), Tokens)
