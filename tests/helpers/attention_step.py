@@ -11,6 +11,14 @@ from helpers.torch_driver import spoil
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.kv_cache import KVCache, KVLayout, dequantized, quantized
 
+LENGTHS = [  # (new tokens, tokens of context with them); those with one new token first
+    [(1, 1)],
+    [(1, 300), (1, 64), (1, 65), (1, 16), (1, 2)],
+    [(5, 5)],
+    [(130, 130)],
+    [(40, 100)],
+    [(1, 129), (1, 7), (33, 33), (2, 200), (70, 90), (3, 3)],
+]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 

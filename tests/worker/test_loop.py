@@ -266,10 +266,11 @@ def test_a_base_beyond_the_session_is_fatal(worker: Worker) -> None:
 
 def test_an_idle_worker_prepares_until_work_comes(worker: Worker) -> None:
     """A part at a time; messages go before the next part, and what is left is done when it is idle again."""
-    begun, release, parts = threading.Event(), threading.Event(), list(range(4))
+    begun, release, ready, parts = threading.Event(), threading.Event(), threading.Event(), list(range(4))
 
     def prepare() -> bool:
         if not parts:
+            ready.set()
             return False
         parts.pop()
         if len(parts) == 2:
@@ -288,8 +289,7 @@ def test_an_idle_worker_prepares_until_work_comes(worker: Worker) -> None:
     for _ in range(3):
         assert isinstance(worker.engine.receive(), Tokens)
     assert left == [2, 2, 2]
-    while parts:
-        time.sleep(0.001)
+    ready.wait()
     worker.engine.send(Shutdown())
     assert worker.join() == 0
 

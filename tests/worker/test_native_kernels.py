@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from helpers.attention_step import TOLERANCES, Step, assert_close, randn
+from helpers.attention_step import LENGTHS, TOLERANCES, Step, assert_close, randn
 from helpers.torch_driver import needs_compiler
 
 from trioengine.core.config import WorkerConfig
@@ -59,15 +59,6 @@ def make(shape=SHAPES[0], dtype=torch.float32, at_most=None, cache_dtype=None):
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
-
-LENGTHS = [  # (new tokens, tokens of context with them); those with one new token first
-    [(1, 1)],
-    [(1, 300), (1, 64), (1, 65), (1, 16), (1, 2)],
-    [(5, 5)],
-    [(130, 130)],
-    [(40, 100)],
-    [(1, 129), (1, 7), (33, 33), (2, 200), (70, 90), (3, 3)],
-]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)

@@ -3,33 +3,19 @@
 On a GPU, or, with TRITON_INTERPRET=1, on the CPU by Triton's interpreter, which needs triton and numpy<2.3.
 """
 
-import importlib.util
 import os
 
 import pytest
 import torch
-from helpers.attention_step import Step, assert_close, randn
+from helpers.attention_step import LENGTHS, Step, assert_close, randn
+from helpers.torch_driver import needs_cuda
 
 from trioengine.worker.kernels import Activation, Residual, RMSNorm, RotaryTable
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-if importlib.util.find_spec("triton") is None or not (INTERPRETS or torch.cuda.is_available()):
-    pytest.skip("no GPU with Triton", allow_module_level=True)
-
-from trioengine.worker.kernels import triton_attention  # noqa: E402
-from trioengine.worker.kernels.triton_kernels import TritonKernels  # noqa: E402
-
 DEVICE = torch.device("cpu" if INTERPRETS else "cuda")
 SHAPES = [(9, 3, 64, 16), (4, 4, 128, 32), (8, 1, 16, 4), (6, 2, 40, 7), (5, 1, 8, 16), (2, 1, 256, 16)]
-LENGTHS = [  # (new tokens, tokens of context with them); those with one new token first
-    [(1, 1)],
-    [(1, 300), (1, 64), (1, 65), (1, 16), (1, 2)],
-    [(5, 5)],
-    [(130, 130)],
-    [(40, 100)],
-    [(1, 129), (1, 7), (33, 33), (2, 200), (70, 90), (3, 3)],
-]
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 pytestmark = [
@@ -38,18 +24,30 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def dtype(dtype):
-    if INTERPRETS and dtype == torch.bfloat16:
-        pytest.skip("the interpreter multiplies no bfloat16")
-    return dtype
+@pytest.fixture(autouse=True)
+def _triton():
+    if not INTERPRETS:
+        needs_cuda()
+    pytest.importorskip("triton")
+
+
+@pytest.fixture(params=[torch.float32] if INTERPRETS else [torch.float32, torch.bfloat16], ids=str)
+def dtype(request):
+    """The interpreter multiplies no bfloat16."""
+    return request.param
+
+
+def triton_kernels(num_heads, dtype):
+    from trioengine.worker.kernels.triton_kernels import TritonKernels
+
+    return TritonKernels(num_heads, dtype)
 
 
 def attend(shape, dtype, lengths, window=None, cache_dtype=None):
     """Of a cache whose other memory is nan."""
     step = Step((*shape, None), dtype, lengths, cache_dtype=cache_dtype, transposes_keys=False, spoiled=True)
     moved = step.moved_to(DEVICE)
-    found = moved.run(TritonKernels(shape[0], dtype), window)
+    found = moved.run(triton_kernels(shape[0], dtype), window)
     if cache_dtype is not None:
         step.cache = moved.cache
         step = step.moved_to(torch.device("cpu"))
@@ -68,14 +66,14 @@ def test_attention(shape, dtype, lengths):
 @pytest.mark.parametrize("lengths", LENGTHS[1::4], ids=str)
 def test_contexts_in_few_parts(dtype, lengths, programs, monkeypatch):
     """As where there are many sequences: in one part, and in two."""
-    monkeypatch.setattr(triton_attention, "_PROGRAMS", programs)
+    monkeypatch.setattr("trioengine.worker.kernels.triton_attention._PROGRAMS", programs)
     attend(SHAPES[0], dtype, lengths)
     attend(SHAPES[0], dtype, lengths, window=100)
 
 
 def test_another_step_in_the_memory_of_a_plan(dtype):
     """As in a graph, which is recorded for padding: the tables are wider, and the slots are others."""
-    kernels = TritonKernels(9, dtype)
+    kernels = triton_kernels(9, dtype)
     lengths = [(1, 300), (1, 64), (1, 65)]
     step = Step((*SHAPES[0], None), dtype, lengths, transposes_keys=False, spoiled=True)
     padding = Step((*SHAPES[0], None), dtype, [(1, 1)] * 3, transposes_keys=False, spoiled=True)
@@ -104,7 +102,7 @@ def test_new_keys_and_values_are_stored(dtype):
     """Where the slots say, and nothing else is written."""
     step = Step((*SHAPES[0], None), dtype, [(1, 20), (3, 18)], transposes_keys=False, spoiled=True)
     moved = step.moved_to(DEVICE)
-    moved.run(TritonKernels(9, dtype))
+    moved.run(triton_kernels(9, dtype))
     expected = step.stored()
     expected[step.batch.slot_mapping] = step.tokens[:, 9:]
     torch.testing.assert_close(moved.stored().cpu(), expected, rtol=0, atol=0, equal_nan=True)
@@ -113,13 +111,13 @@ def test_new_keys_and_values_are_stored(dtype):
 def test_what_is_not_finite_stays_in_its_sequence():
     step = Step((*SHAPES[0], None), torch.float32, [(1, 40), (1, 30), (20, 60)], transposes_keys=False, spoiled=True)
     step.tokens[1, 0, 0] = torch.nan  # a query
-    found = step.moved_to(DEVICE).run(TritonKernels(9, torch.float32))
+    found = step.moved_to(DEVICE).run(triton_kernels(9, torch.float32))
     assert found[1, :64].isnan().all()
     assert found[1, 64:].isfinite().all()
     assert found[[0, *range(2, 22)]].isfinite().all()
     step.tokens[1, 0, 0] = 0.0
     step.tokens[0, step.heads, 0] = torch.nan  # a key
-    found = step.moved_to(DEVICE).run(TritonKernels(9, torch.float32))
+    found = step.moved_to(DEVICE).run(triton_kernels(9, torch.float32))
     assert found[0, :192].isnan().all()
     assert found[1:].isfinite().all()
 
@@ -128,7 +126,7 @@ def test_what_is_not_finite_stays_in_its_sequence():
 
 
 def both(dtype):
-    return TritonKernels(4, dtype), TorchKernels(4, dtype)
+    return triton_kernels(4, dtype), TorchKernels(4, dtype)
 
 
 def norm_of(size, seed):

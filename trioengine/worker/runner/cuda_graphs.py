@@ -61,7 +61,7 @@ class CudaGraphs:
         plan_size = kernels.plan_size(padding.sizes[-1], -(-max_model_len // cache.layout.block_size))
         self._plan = torch.zeros(plan_size, dtype=torch.int32, device=model.device)
         self._logits: Tensor | None = None  # [the largest size, vocab_size], with the first graph
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch gives it no types
         self._pool = torch.cuda.graph_pool_handle()
         self._replays: dict[int, Replay] = {}
         self._is_able = True
