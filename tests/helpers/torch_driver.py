@@ -3,12 +3,14 @@
 import json
 import math
 import os
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 import torch
 
 from trioengine.core.config import WorkerConfig
+from trioengine.core.messages import NO_ADAPTER
 from trioengine.core.sampling_params import EMBEDDING, ResolvedParams, resolved_params
 from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.compiler import find_compiler
@@ -70,10 +72,10 @@ def logprobs_after(runner, tokens):
         return runner.model.logits(hidden)[0].float().log_softmax(dim=-1)
 
 
-def generate(runner, prompts, max_tokens, params=None, **limits):
-    """Greedy answers of all prompts at once, and the scheduler's statistics."""
+def generate(runner, prompts, max_tokens, params=None, adapters=(), **limits):
+    """Greedy answers of all prompts at once, and the scheduler's statistics; `adapters` are ids, one a prompt."""
     params = params or ResolvedParams(temperature=0.0, max_tokens=max_tokens, seed=0, ignore_eos=True)
-    sequences, _, statistics = run(runner, prompts, params, limits)
+    sequences, _, statistics = run(runner, prompts, params, limits, adapters)
     return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences], statistics
 
 
@@ -86,7 +88,7 @@ def embed(runner, prompts, **limits):
     return [found[number] for number in range(len(prompts))], statistics
 
 
-def run(runner, prompts, params, limits):
+def run(runner, prompts, params, limits, adapters=()):
     """The sequences of all prompts, run at once, the runner's rows, and the scheduler's statistics."""
     limits = {
         "vocab_size": runner.info.vocab_size,
@@ -98,7 +100,8 @@ def run(runner, prompts, params, limits):
     }
     scheduler = Scheduler(Limits(**limits))
     sequences = [Sequence(i, i, list(prompt), len(prompt), params, frozenset()) for i, prompt in enumerate(prompts)]
-    for sequence in sequences:
+    for sequence, adapter in zip_longest(sequences, adapters, fillvalue=NO_ADAPTER):
+        sequence.adapter = adapter
         scheduler.add(sequence)
     rows = []
     while scheduler.has_work:

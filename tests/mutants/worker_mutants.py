@@ -98,7 +98,7 @@ def _by_type(turn: Any) -> Any:
 
 
 def _forget_the_salt(root_digest: Any) -> Any:
-    return lambda cache_salt: root_digest("")
+    return lambda cache_salt, adapter: root_digest("", adapter)
 
 
 def _put_the_newest_first(add: Any) -> Any:

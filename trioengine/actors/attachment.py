@@ -16,7 +16,7 @@ from trioengine.actors.images import payload_of
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
 from trioengine.actors.payload import Payload
-from trioengine.core.messages import AddMessage, AddSession, EndSession, Message, StopSession
+from trioengine.core.messages import Adapter, AddMessage, AddSession, EndSession, Message, StopSession
 from trioengine.core.types import TokenIds, token_ids
 from trioengine.text.chat_tokenizer import PlacedImage
 
@@ -52,8 +52,8 @@ class WorkerAttachment:
         """Post to this worker from now on."""
         self._link = link
 
-    def add_session(self, session: int) -> None:
-        self._post(AddSession(session))
+    def add_session(self, session: int, adapter: Adapter | None) -> None:
+        self._post(AddSession(session, adapter))
         self._held = token_ids()
 
     def add_message(self, message: AddMessage, images: Iterable[PlacedImage]) -> None:

@@ -192,6 +192,7 @@ class Engine:
         timeout: float | None = None,
         overflow: Overflow = "refuse",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
     ) -> Session:
         """A session, to be entered. `label` is the caller's name for it, `history` chat messages to begin with.
 
@@ -206,10 +207,13 @@ class Engine:
         for one request. With its commit the dropped turns leave the history; a request that is not committed leaves the
         history as it is. Prompts of token ids that do not fit are always refused.
 
+        `adapter` is the name of a LoRA adapter, which all requests of the session use.
+
         Entering waits for a free slot, with `wait=True` also while the engine sleeps or is updated, and with
         `wait=False` not at all: then it raises EngineOverloaded or EngineAsleep. Raises TimedOut when the wait takes
         more than `timeout` seconds from this call, EngineClosed, and RequestRejected for a bad history. An unknown
-        `overflow`, and template variables that are not JSON or not the caller's to set, raise RequestRejected here.
+        `overflow` or `adapter`, and template variables that are not JSON or not the caller's to set, raise
+        RequestRejected here.
         """
         state = self.runtime.new_session(
             label=label,
@@ -218,6 +222,7 @@ class Engine:
             overflow=overflow,
             deadline=deadline_after(timeout),
             variables=checked_variables(chat_template_kwargs),
+            adapter=adapter,
         )
         return Session(self.runtime, state)
 
@@ -235,10 +240,16 @@ class Engine:
         timeout: float | None = None,
         wait: bool | None = None,
         label: str | None = None,
+        adapter: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Completion:
-        """One answer, in a session of its own. Errors and keywords as in Session.generate."""
-        state = self.runtime.new_session(wait=wait, deadline=deadline_after(timeout), opens_with_request=True)
+        """One answer, in a session of its own, with the LoRA adapter of this name.
+
+        Errors and keywords as in Session.generate; an adapter that is not loaded raises RequestRejected.
+        """
+        state = self.runtime.new_session(
+            wait=wait, deadline=deadline_after(timeout), opens_with_request=True, adapter=adapter
+        )
         generation = Session(self.runtime, state).generate(
             prompt,
             merged_params(params, options),
@@ -411,6 +422,29 @@ class Engine:
         Cancelled, the caller does not wait any more, and the weights are updated all the same.
         """
         await self._changed(self.runtime.power.update_weights(path, mode, timeout))
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The LoRA adapters: their directories, by their names."""
+        return self.runtime.adapters.paths
+
+    @names_checked
+    async def load_adapter(self, name: str, path: str | Path) -> None:
+        """Add a LoRA adapter, in a directory as PEFT writes it, which sessions can have by its name from then on.
+
+        The files are checked now. The worker reads them with the first request that uses the adapter, and again after
+        a sleep, an update of the weights, and its death: they must stay as they are. A request whose worker cannot
+        load them raises RequestRejected.
+
+        Raises RequestRejected for a name that is taken and for files that do not fit the model, EngineOverloaded until
+        the model's files are read. Cancelled, nothing is added.
+        """
+        await self.runtime.adapters.add(name, path, self.runtime.model)
+
+    @names_checked
+    def unload_adapter(self, name: str) -> None:
+        """Remove a LoRA adapter; sessions that have it keep it. Raises RequestRejected for an unknown name."""
+        self.runtime.adapters.remove(name)
 
     async def _changed(self, change: PowerChange) -> None:
         for observer in self.runtime.observers:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 from array import array
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,8 @@ from trioengine.actors.media import SealedBytes
 from trioengine.core.config import child_environment
 from trioengine.core.errors import EngineError, WorkerLost
 from trioengine.core.image import BytesLike
+from trioengine.hub.adapter import read_adapter
+from trioengine.hub.model_config import Shape
 from trioengine.hub.model_info import ModelInfo, read_model
 from trioengine.hub.pull import resolve
 
@@ -282,8 +284,8 @@ class Ports:
     """The outside world, as functions; the default is the real one.
 
     `run_in_thread` is for functions that change nothing: cancelled, their result is thrown away; `finish_in_thread`
-    is for the others, and cannot be cancelled once it has begun. `read_model` and `seal` block, and are called through
-    them.
+    is for the others, and cannot be cancelled once it has begun. `read_model`, `check_adapter` and `seal` block, and
+    are called through them.
     """
 
     spawn_worker: Callable[[], Awaitable[WorkerProcess]] = spawn_worker
@@ -291,6 +293,7 @@ class Ports:
     finish_in_thread: Callable[..., Awaitable[Any]] = _finish_in_thread
     find_model: Callable[[str, Callable[[int, int], None] | None], Awaitable[Path]] = _find_model
     read_model: Callable[[Path], ModelInfo] = read_model
+    check_adapter: Callable[[Path, Mapping[str, Shape]], object] = read_adapter
     mint_seed: Callable[[], int] = _mint_seed
     mint_secret: Callable[[], bytes] = _mint_secret
     seal: Callable[[Iterable[BytesLike]], SealedBytes] = SealedMemfd

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import trio
 
+from trioengine.actors.adapters import Adapters
 from trioengine.actors.attachment import Post
 from trioengine.actors.audit import Auditor
 from trioengine.actors.effects import Effects
@@ -86,6 +87,7 @@ class Runtime:
         self.gate = Gate(config, self.effects, self.observers)
         self.images = ImageStore(config, ports, self.observers)
         self.grammars = Grammars(ports)
+        self.adapters = Adapters(ports, self.gate.mint)
         self.sessions = Sessions(self.effects)
         self.recovery = Recovery(config, self.gate, self.sessions)
         self.supervisor = Supervisor(
@@ -195,8 +197,9 @@ class Runtime:
         deadline: Deadline = NEVER,
         opens_with_request: bool = False,
         variables: Mapping[str, Any] = NO_VARIABLES,
+        adapter: str | None = None,
     ) -> SessionActor:
-        """A session without a slot."""
+        """A session without a slot. Raises RequestRejected for an adapter that is not loaded."""
         return SessionActor(
             self.gate,
             self.effects,
@@ -209,6 +212,7 @@ class Runtime:
             deadline=deadline,
             opens_with_request=opens_with_request,
             variables=variables,
+            adapter=None if adapter is None else self.adapters.find(adapter),
         )
 
     def adopt(self, session: SessionActor) -> None:

@@ -37,7 +37,7 @@ from trioengine.core.errors import (
 )
 from trioengine.core.ledger import RequestState
 from trioengine.core.lifecycle import Action, Event, Phase, PowerEvent, SessionLifecycle
-from trioengine.core.messages import AddMessage, RequestFailed, TokensRow
+from trioengine.core.messages import Adapter, AddMessage, RequestFailed, TokensRow
 from trioengine.core.sampling_params import Overflow, check_overflow
 from trioengine.core.types import Cause, FinishReason
 from trioengine.text.chat_template import NO_VARIABLES
@@ -95,6 +95,7 @@ class SessionActor:
         deadline: Deadline = NEVER,
         opens_with_request: bool = False,
         variables: Mapping[str, Any] = NO_VARIABLES,
+        adapter: Adapter | None = None,
     ) -> None:
         self.id: int | None = None  # minted when the session gets its slot
         self.label = check_label(label)
@@ -102,6 +103,7 @@ class SessionActor:
         self.retention_ratio = 1.0  # of the limit, to which a chat over it is shortened
         self.history = check_history(history)  # to begin with; None once the session is open
         self.variables = variables  # of the chat template
+        self._adapter = adapter  # of all its requests
         self.wait = check_wait(wait)
         self.deadline = deadline  # of the admission
         self.opens_with_request = opens_with_request  # by its one request, and is not entered by a user
@@ -393,7 +395,7 @@ class SessionActor:
         for action in actions:
             match action:
                 case Action.POST_ADD_SESSION:
-                    self._attachment.add_session(self.id)
+                    self._attachment.add_session(self.id, self._adapter)
                 case Action.POST_ADD_MESSAGE:
                     assert message is not None, "only a commit and a resumption post a message"
                     self._attachment.add_message(message, self._in_flight().images)

@@ -20,6 +20,8 @@ from trioengine.core.types import FinishReason, Logprobs, TokenIds, Usage
 SAMPLING_FAILED = "sampling_failed"  # codes of REQUEST_FAILED, in addition to RequestRejected's
 NO_TOKEN_LEFT = "no_token_left"
 INVALID_GRAMMAR = "invalid_grammar"  # it cannot be compiled, or not followed
+ADAPTER_FAILED = "adapter_failed"  # it cannot be loaded
+NO_ADAPTER = 0  # the id of the model as it is
 
 
 # ---- to the worker -----------------------------------------------------------------------------------------------
@@ -33,10 +35,19 @@ class Configure:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter, which the worker loads with the first request that uses it."""
+
+    id: int  # minted by the engine; NO_ADAPTER is none's
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class AddSession:
-    """Begin an attachment."""
+    """Begin an attachment, whose requests use the adapter."""
 
     session: int
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)

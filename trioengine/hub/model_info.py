@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,9 +22,10 @@ from pathlib import Path
 from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.core.image import ImageProcessing
 from trioengine.core.wording import excerpt
+from trioengine.hub.adapter import adaptable_matrices
 from trioengine.hub.checkpoint import GGUFModelHeader, map_file, read_gguf, read_safetensors
 from trioengine.hub.generation_config import GENERATION_CONFIG
-from trioengine.hub.model_config import Fields, read_file, read_json, read_text
+from trioengine.hub.model_config import Fields, Shape, read_file, read_json, read_text
 from trioengine.hub.pull import known_model
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.gguf_tokenizer import CONTROL, GGUF_ARRAYS
@@ -59,6 +60,7 @@ class ModelInfo:
     embedding_size: int | None = None  # numbers in an embedding; None for a model that generates
     bos_token: str = ""  # for chat templates, as the next one
     eos_token: str = ""
+    matrices: Mapping[str, Shape] = field(default_factory=dict, compare=False)  # that adapters can change, by name
     generation: Fields | None = field(
         default=None, compare=False
     )  # unchecked: the file or metadata that may have sampling defaults
@@ -141,6 +143,7 @@ def _read_directory(directory: Path) -> ModelInfo:
         tokenizer=tokenizer,
         images=config.images,
         embedding_size=config.text.hidden_size if config.text.embeds else None,
+        matrices=adaptable_matrices(config),
         bos_token=tokenizer_config.string("bos_token"),
         eos_token=tokenizer_config.string("eos_token"),
         generation=generation,
@@ -216,6 +219,7 @@ def _read_gguf_file(path: Path, default_template: str | None) -> ModelInfo:
             chat_template=metadata.chat_template(default_template),
             tokenizer=metadata.tokenizer,
             embedding_size=header.config.hidden_size if header.config.embeds else None,
+            matrices=adaptable_matrices(header.config),
             bos_token=metadata.token("bos"),
             eos_token=metadata.token("eos"),
             generation=Fields(path, header.metadata),

@@ -25,7 +25,7 @@ from trioengine.core.image import BytesLike
 from trioengine.hub.model_info import ModelInfo
 from trioengine.testing.simulated_process import SimulatedMemfd
 from trioengine.testing.simulated_worker import Behaviour, SimulatedWorker, WorkerObserver
-from trioengine.testing.toy_model import TOY_TILE, VOCAB_SIZE, read_toy_model
+from trioengine.testing.toy_model import TOY_TILE, VOCAB_SIZE, check_toy_adapter, read_toy_model
 from trioengine.worker.scheduling.sequence import Limits
 
 DEFAULT_LIMITS = Limits(
@@ -97,6 +97,7 @@ class Simulation:
             find_model=self._find_model,
             finish_in_thread=self._finish_in_thread,
             read_model=self._read_model,
+            check_adapter=check_toy_adapter,
             mint_seed=partial(next, self._seeds),
             mint_secret=lambda: b"secret",
             seal=self._seal,

@@ -6,7 +6,7 @@ import math
 import struct
 import zlib
 from array import array
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from trioengine.core.errors import ModelError
 from trioengine.core.grammar import Grammar
 from trioengine.core.image import ImageInfo, ImageProcessing
 from trioengine.core.types import TokenIds
+from trioengine.hub.model_config import Shape
 from trioengine.hub.model_info import ModelFormat, ModelInfo
 from trioengine.testing.toy_grammar import ToyFollower
 from trioengine.testing.toy_template import toy_template
@@ -242,6 +243,12 @@ def read_toy_model(path: Path, context_length: int, **options: Any) -> ModelInfo
     if path.name.startswith("other"):
         raise ModelError(f"{path}: another architecture")
     return toy_model(context_length, **options)
+
+
+def check_toy_adapter(path: Path, matrices: Mapping[str, Shape]) -> None:
+    """Raise ModelError where the name begins with `other`, which stands for an adapter of another model."""
+    if path.name.startswith("other"):
+        raise ModelError(f"{path}: an adapter of another model")
 
 
 @cache

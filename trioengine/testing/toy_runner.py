@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trioengine.core.errors import ModelError
 from trioengine.core.grammar import GrammarFailed
-from trioengine.core.messages import INVALID_GRAMMAR, SAMPLING_FAILED, TokensRow
+from trioengine.core.messages import INVALID_GRAMMAR, SAMPLING_FAILED, Adapter, TokensRow
 from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.step_watch import StepWatch
@@ -26,7 +26,7 @@ from trioengine.testing.toy_model import (
     toy_vector,
 )
 from trioengine.testing.toy_states import ToyStates
-from trioengine.testing.toy_weights import TOY_PATH, toy_quantization, toy_weights
+from trioengine.testing.toy_weights import TOY_PATH, toy_adapted, toy_quantization, toy_weights
 from trioengine.worker.scheduling.images import Tile
 from trioengine.worker.scheduling.sequence import (
     BlockCopy,
@@ -53,7 +53,7 @@ class ToyRunner:
 
     It has states where there are slots for them.
     Raises AssertionError for a step that StepWatch refuses, that reads values of another history or of a request with
-    another cache salt, or that encodes a tile twice.
+    another cache salt or adapter, or that encodes a tile twice.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -65,7 +65,8 @@ class ToyRunner:
         self._begun: set[Sequence] = set()
         self._newly_begun: list[tuple[int, int, int]] = []
         self._slots: dict[int, int] = {}  # values in slots of the KV cache
-        self._salts: dict[int, str] = {}  # of the request that computed the value in a slot
+        self._roots: dict[int, tuple[str, int]] = {}  # salt and adapter of the request that computed a slot's value
+        self.adapters: dict[int, str] = {}  # paths, by id
         self._weights: int | None = 0  # None: discarded
         self.path = TOY_PATH
         self.asleep: frozenset[Tag] = frozenset()
@@ -83,7 +84,7 @@ class ToyRunner:
 
     def sleep(self) -> None:
         self._slots.clear()
-        self._salts.clear()
+        self._roots.clear()
         self._watch.reset()
         if self._states is not None:
             self._states.reset()
@@ -108,6 +109,17 @@ class ToyRunner:
     def prepare(self) -> bool:
         return False
 
+    def load_adapter(self, adapter: Adapter) -> None:
+        """A path with a name that begins with `misshapen` does not fit."""
+        assert not self.asleep, f"an adapter is loaded while {self.asleep} sleep"
+        assert adapter.id not in self.adapters, f"adapter {adapter.id} is loaded twice"
+        if Path(adapter.path).name.startswith("misshapen"):
+            raise ModelError(f"{adapter.path}: other shapes")
+        self.adapters[adapter.id] = adapter.path
+
+    def drop_adapter(self, adapter: int) -> None:
+        del self.adapters[adapter]
+
     def execute(self, output: SchedulerOutput) -> list[Sampled]:
         assert not self.asleep, f"a forward pass while {self.asleep} sleep"
         for entry in output.scheduled:
@@ -121,7 +133,7 @@ class ToyRunner:
         if self._states is not None:
             self._states.copy(output.state_copies)
         for entry in began:
-            self._check_prefix(entry.sequence, weights)
+            self._check_prefix(entry.sequence)
             self._begin(entry.sequence)
         for tile in output.encode:
             self._encode(tile, weights)
@@ -129,15 +141,15 @@ class ToyRunner:
         for entry in output.scheduled:
             sequence = entry.sequence
             slots = self._slots_of(sequence, len(entry.draft))
-            salt, computed = sequence.params.cache_salt, sequence.num_computed_tokens
-            salted = {*map(self._salts.get, slots[:computed])} <= {salt}
-            assert salted, f"request {sequence.request} reads values that were computed under another cache salt"
+            root, computed = (sequence.params.cache_salt, sequence.adapter), sequence.num_computed_tokens
+            is_own = {*map(self._roots.get, slots[:computed])} <= {root}
+            assert is_own, f"request {sequence.request} reads values computed under another cache salt or adapter"
             embedded = self._embeddings(entry)
             for position, new_token_id in enumerate(entry.new_token_ids, computed):
-                before = self._slots[slots[position - 1]] if position else weights
+                before = self._slots[slots[position - 1]] if position else self._first(sequence)
                 token_id = embedded.get(position, new_token_id)
                 self._slots[slots[position]] = toy_value(token_id, before)
-                self._salts[slots[position]] = salt
+                self._roots[slots[position]] = root
             if self._states is not None:
                 self._states.advance(entry, partial(self._value, slots))
             if not entry.samples:
@@ -174,11 +186,10 @@ class ToyRunner:
 
     def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         """Draft the tokens that follow a sequence whose last token is not computed; one in three is wrong."""
-        assert self._weights is not None, "a draft without weights"
         slots = self._slots_of(sequence)[: sequence.num_tokens - 1]
         values, draft = array("L", map(self._slots.__getitem__, slots)), [sequence.token_ids[-1]]
         for _ in range(most):
-            values.append(toy_value(draft[-1], values[-1] if values else self._weights))
+            values.append(toy_value(draft[-1], values[-1] if values else self._first(sequence)))
             token_id = toy_next(values, _seed_of(sequence.params))
             draft.append((token_id + (values[-1] % 3 == 0)) % VOCAB_SIZE)
         return tuple(draft[1:])
@@ -198,9 +209,14 @@ class ToyRunner:
         begun, self._newly_begun = self._newly_begun, []
         return begun
 
-    def _check_prefix(self, sequence: Sequence, weights: int) -> None:
+    def _first(self, sequence: Sequence) -> int:
+        """The value before a sequence's first token."""
+        assert self._weights is not None, "a step without weights"
+        return toy_adapted(self._weights, self.adapters[sequence.adapter] if sequence.adapter else None)
+
+    def _check_prefix(self, sequence: Sequence) -> None:
         """Check that the values which a sequence begins with, from the prefix cache, belong to its own history."""
-        value, computed = weights, sequence.num_computed_tokens
+        value, computed = self._first(sequence), sequence.num_computed_tokens
         for position in range(computed if sequence.images is None else 0):
             value = toy_value(sequence.token_ids[position], value)
             found = self._slots.get(self._slot(sequence.block_table, position))
@@ -228,11 +244,11 @@ class ToyRunner:
     def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
         size = self._block_size
         held = [[self._slots[source * size + offset] for offset in range(count)] for source, _, count in copies]
-        salts = [[self._salts[source * size + offset] for offset in range(count)] for source, _, count in copies]
-        for (_, target, _), values, computed_under in zip(copies, held, salts, strict=True):
+        roots = [[self._roots[source * size + offset] for offset in range(count)] for source, _, count in copies]
+        for (_, target, _), values, computed_under in zip(copies, held, roots, strict=True):
             behind = [0] * (size - len(values))
             self._slots.update(enumerate(values + behind, target * size))
-            self._salts.update(enumerate(computed_under, target * size))
+            self._roots.update(enumerate(computed_under, target * size))
 
     def _slots_of(self, sequence: Sequence, num_drafted: int = 0) -> list[int]:
         """Of all its tokens, and of so many drafted ones."""

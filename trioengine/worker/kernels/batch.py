@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import cast
 
 import numpy as np
@@ -11,12 +12,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trioengine.core.messages import NO_ADAPTER
 from trioengine.core.sampling_params import ResolvedParams
+from trioengine.worker.kernels.adapters import AdaptedRows, LoadedAdapter
 from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput
 from trioengine.worker.scheduling.sequence import Sequence as TokenSequence
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT
 
 IntArray = npt.NDArray[np.int64]
+NO_ADAPTERS: Mapping[int, LoadedAdapter] = MappingProxyType({})
 
 
 class Padding:
@@ -88,6 +92,7 @@ class ForwardBatch:
     score_rows: Tensor | None = None  # [num_scores], int64: rows before tokens of prompts that get logprobs
     states: StateRows | None = None  # of a model that has states
     num_padding: int = 0  # rows
+    adapters: AdaptedRows | None = None  # None: no row has one
 
     @property
     def output_rows(self) -> Tensor:
@@ -115,12 +120,13 @@ class ForwardBatch:
             embeddings=None if self.embeddings is None else self.embeddings.to(device),
             score_rows=None if self.score_rows is None else self.score_rows.to(device),
             states=None if self.states is None else self.states.to(device),
+            adapters=None if self.adapters is None else self.adapters.to(device),
         )
 
     @property
     def is_decode(self) -> bool:
-        """Whether each sequence has one token, and draws the next, and no token is an image's."""
-        is_plain = self.embeddings is None and self.score_rows is None
+        """Whether each sequence has one token, and draws the next, and no token is an image's or has an adapter."""
+        is_plain = self.embeddings is None and self.score_rows is None and self.adapters is None
         return is_plain and self.num_decodes == len(self.token_ids) == len(self.sample_rows)
 
     @property
@@ -129,8 +135,16 @@ class ForwardBatch:
         return len(self.sample_rows) - self.num_padding
 
 
-def make_batch(output: SchedulerOutput, block_size: int, padding: Padding | None = None) -> ForwardBatch:
-    """Lay out a step, in host memory; the scheduler guarantees that the block tables cover it."""
+def make_batch(
+    output: SchedulerOutput,
+    block_size: int,
+    padding: Padding | None = None,
+    adapters: Mapping[int, LoadedAdapter] = NO_ADAPTERS,
+) -> ForwardBatch:
+    """Lay out a step, in host memory; the scheduler guarantees that the block tables cover it.
+
+    `adapters` are those that are loaded, by their ids.
+    """
     rows = padding.rows_for(output.scheduled) if padding is not None else ()
     scheduled = (*output.scheduled, *rows)
     order = sorted(range(len(scheduled)), key=lambda i: _layout_key(scheduled[i]))
@@ -164,6 +178,7 @@ def make_batch(output: SchedulerOutput, block_size: int, padding: Padding | None
         score_rows=_score_rows(scheduled, dict(zip(order, starts.tolist(), strict=True))),
         states=_state_rows(entries, sequences, ends) if _have_states(output.scheduled) else None,
         num_padding=len(rows),
+        adapters=_adapted_rows(entries, query_lens, adapters),
     )
 
 
@@ -210,6 +225,18 @@ def _score_rows(scheduled: Sequence[ScheduledSequence], starts: Mapping[int, int
 
 def _have_states(scheduled: Sequence[ScheduledSequence]) -> bool:
     return bool(scheduled) and all(entry.sequence.state_slot != PADDING_SLOT for entry in scheduled)
+
+
+def _adapted_rows(
+    entries: list[ScheduledSequence], query_lens: IntArray, adapters: Mapping[int, LoadedAdapter]
+) -> AdaptedRows | None:
+    wanted = [entry.sequence.adapter for entry in entries]
+    if not any(wanted):
+        return None
+    ids = sorted({*wanted} - {NO_ADAPTER})
+    numbers = {NO_ADAPTER: 0} | {adapter: number for number, adapter in enumerate(ids, start=1)}
+    choices = np.repeat([numbers[adapter] for adapter in wanted], query_lens)
+    return AdaptedRows([adapters[adapter] for adapter in ids], torch.from_numpy(choices))
 
 
 def _state_rows(entries: list[ScheduledSequence], sequences: IntArray, ends: IntArray) -> StateRows:

@@ -19,7 +19,9 @@ from trioengine.worker.kernels import (
     Kernels,
     Residual,
 )
+from trioengine.worker.kernels.adapters import AdaptedRows
 from trioengine.worker.kernels.batch import ForwardBatch, StateRows
+from trioengine.worker.kernels.linear import Linear
 from trioengine.worker.kernels.state_cache import StateCache
 
 
@@ -34,24 +36,28 @@ class LayerByLayer:
     ) -> Tensor:
         kernels, weights = self._kernels, self._weights
         kv_layers, parts = count(), iter(states.parts if states is not None else ())
+        adapters = batch.adapters
         hidden = torch.zeros_like(embeddings, dtype=torch.float32)
         normed = kernels.add(hidden, embeddings, Residual(weights.layers[0].attention_norm))
         for layer, (after_attention, after_mlp) in zip(weights.layers, weights.residuals(), strict=True):
-            inputs = layer.qkv(normed)
+            inputs = _multiply(layer.qkv, normed, adapters)
             if has_states(layer):
                 mixed = self._with_states(layer, inputs, batch, parts)
             else:
                 mixed = self._attend(next(kv_layers), layer, inputs, batch, attention)
             if layer is weights.layers[-1]:  # its other rows are needed for their keys, values and states only
                 hidden, mixed = (rows.index_select(0, batch.output_rows) for rows in (hidden, mixed))
-            normed = kernels.add(hidden, layer.output(mixed), after_attention)
-            normed = kernels.add(hidden, self._multiply(layer.mlp, normed), after_mlp)
+                adapters = None if adapters is None else adapters.select(batch.output_rows)
+            normed = kernels.add(hidden, _multiply(layer.output, mixed, adapters), after_attention)
+            normed = kernels.add(hidden, self._compute(layer.mlp, normed, adapters), after_mlp)
         return normed
 
-    def _multiply(self, mlp: GatedMLP | Experts, x: Tensor) -> Tensor:
+    def _compute(self, mlp: GatedMLP | Experts, x: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
+        """`adapters` do not change experts."""
         if isinstance(mlp, Experts):
             return self._mix(mlp, x)
-        return mlp.down(self._kernels.gated(mlp.gate_up(x), self._weights.activation))
+        gated = self._kernels.gated(_multiply(mlp.gate_up, x, adapters), self._weights.activation)
+        return _multiply(mlp.down, gated, adapters)
 
     def _mix(self, experts: Experts, x: Tensor) -> Tensor:
         """The rows of each expert are computed together."""
@@ -59,7 +65,7 @@ class LayerByLayer:
         results = x.new_empty((*chosen.shape, x.shape[1]))
         for expert in sorted(set(chosen.flatten().tolist())):
             places = chosen == expert
-            results[places] = self._multiply(experts.mlps[expert], x[places.any(dim=1)])
+            results[places] = self._compute(experts.mlps[expert], x[places.any(dim=1)])
         return self._kernels.mix(results, weights)
 
     def _with_states(self, layer: DecoderLayer, inputs: Tensor, batch: ForwardBatch, parts: Iterator[Tensor]) -> Tensor:
@@ -98,6 +104,10 @@ class LayerByLayer:
         pairs = qkv[:, : 2 * queries * size].view(-1, queries, 2, size)
         keys_values = qkv[:, 2 * queries * size :]
         return torch.cat([pairs[:, :, 0].flatten(1), keys_values], dim=1), pairs[:, :, 1].flatten(1)
+
+
+def _multiply(linear: Linear, x: Tensor, adapters: AdaptedRows | None) -> Tensor:
+    return linear(x) if adapters is None else adapters.multiply(linear, x)
 
 
 def has_states(layer: DecoderLayer) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trioengine.core.errors import InvariantError
 from trioengine.hub.model_config import TextConfig
-from trioengine.worker.kernels import Attention, DecoderLayer, DecoderWeights, GatedMLP, Residual
+from trioengine.worker.kernels import Attention, Decoder, DecoderLayer, DecoderWeights, GatedMLP, Residual
 from trioengine.worker.kernels.addresses import (
     ACTIVATIONS,
     ConvolutionAddress,
@@ -157,9 +157,10 @@ def _state_dtypes(layer: DecoderLayer, dtype: torch.dtype) -> tuple[torch.dtype,
 class NativeDecoder:
     """The results have the same bits as LayerByLayer's. For one thread at a time."""
 
-    def __init__(self, config: TextConfig, weights: DecoderWeights) -> None:
-        """`weights` has native linear layers only, all of the same Products."""
+    def __init__(self, config: TextConfig, weights: DecoderWeights, layer_by_layer: Decoder) -> None:
+        """`weights` has native linear layers only, all of the same Products; `layer_by_layer` is for adapters."""
         self._weights = weights  # the memory at the addresses
+        self._layer_by_layer = layer_by_layer
         self._layer_products = products = [_Products(layer) for layer in weights.layers]
         self._products = products[0].of_all["qkv"].products
         self._head_dim = config.head_dim
@@ -182,6 +183,8 @@ class NativeDecoder:
     def forward(
         self, embeddings: Tensor, batch: ForwardBatch, attention: Attention, states: StateCache | None = None
     ) -> Tensor:
+        if batch.adapters is not None:
+            return self._layer_by_layer.forward(embeddings, batch, attention, states)
         if not isinstance(attention, NativeAttention):
             raise InvariantError(f"the native decoder got another attention: {attention!r}")
         tokens, size = embeddings.shape

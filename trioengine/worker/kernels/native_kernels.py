@@ -38,6 +38,7 @@ from trioengine.worker.kernels.addresses import (
 )
 from trioengine.worker.kernels.batch import ForwardBatch, StateRows
 from trioengine.worker.kernels.compiler import load_library
+from trioengine.worker.kernels.decoder import LayerByLayer
 from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.kernels.native_attention import (
     SEGMENT_SIZE,
@@ -192,4 +193,4 @@ class NativeKernels:
         return NativeAttention(self, batch, cache, caches)
 
     def decoder(self, config: TextConfig, weights: DecoderWeights) -> Decoder:
-        return NativeDecoder(config, weights)
+        return NativeDecoder(config, weights, LayerByLayer(self, config, weights))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.worker.kernels import Kernels
+from trioengine.worker.kernels.linear import Linear
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.weights.checkpoint import Checkpoint, LinearOptions
 
@@ -34,6 +36,10 @@ class LinearChoice:
             takes_integers=self._takes_integers(checkpoint),
             quantizes=self._quantization == "int8",
         )
+
+    def exact(self, weight: Tensor) -> Linear:
+        """A layer of numbers of the dtype, whatever the checkpoint."""
+        return LinearOptions(self._products).exact(weight)
 
     def quantization_of(self, checkpoint: Checkpoint) -> str:
         """`gguf` or `int8` where a checkpoint's products are of integers, else `none`."""

@@ -11,8 +11,10 @@ from torch import Tensor
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.image import ImageInfo, ImageProcessing
+from trioengine.core.messages import Adapter
 from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.worker.kernels import RecordableKernels
+from trioengine.worker.kernels.adapters import LoadedAdapter
 from trioengine.worker.kernels.batch import Padding, make_batch
 from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.kernels.state_cache import StateCache
@@ -45,6 +47,7 @@ class TorchModelRunner:
         self._states: StateCache | None = None  # None: it sleeps, with the KV cache, or the model has no states
         self._graphs: CudaGraphs | None = None  # of these weights and this cache; None: none are recorded yet
         self._padding: Padding | None = None
+        self._adapters: dict[int, LoadedAdapter] = {}  # by id
         if spec.graphs is not StepGraphs.NONE:
             self._padding = Padding(graph_sizes(min(spec.max_num_seqs, spec.num_blocks)), spec.num_blocks)
         self.info = ModelInfo(
@@ -108,7 +111,7 @@ class TorchModelRunner:
                 states.copy(output.state_copies)
             if output.encode:
                 encode_tiles(output.encode, self._vision_model)
-            batch = make_batch(output, self._spec.layout.block_size, self._padding)
+            batch = make_batch(output, self._spec.layout.block_size, self._padding, self._adapters)
             if (graphs := self._recorder()) is not None and (computed := graphs.run(batch)) is not None:
                 return sample_all(computed.logits, output.scheduled, computed.best)
             batch = batch.to(model.device)
@@ -147,6 +150,14 @@ class TorchModelRunner:
         if not isinstance(model, VisionModel):
             raise InvariantError(f"an image for a {self.info.model_type} model, which sees none")
         return model
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Load an adapter. Raises ModelError; InvariantError while the weights sleep."""
+        self._adapters[adapter.id] = self._weights.load_adapter(adapter.path)
+
+    def drop_adapter(self, adapter: int) -> None:
+        """Drop the adapter of this id."""
+        del self._adapters[adapter]
 
     def sleep(self) -> None:
         """Give memory back to the system; weights that are in host memory anyway stay where they are."""

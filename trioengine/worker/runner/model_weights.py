@@ -12,8 +12,9 @@ import ctypes
 import gc
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,16 +23,20 @@ from torch import Tensor, UntypedStorage
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
+from trioengine.hub.adapter import adaptable_matrices, read_adapter
 from trioengine.hub.model_config import ModelConfig, TextConfig
 from trioengine.worker.kernels import Kernels
+from trioengine.worker.kernels.adapters import LoadedAdapter
 from trioengine.worker.kernels.kv_cache import KVCache, KVLayout, size_caches
+from trioengine.worker.kernels.linear import Linear
 from trioengine.worker.kernels.state_cache import StateCache
 from trioengine.worker.models import Model, load_model
+from trioengine.worker.runner.adapters import load_low_rank
 from trioengine.worker.runner.kernel_choice import StepGraphs, choose_graphs, choose_kernels
 from trioengine.worker.runner.linear_choice import LinearChoice
 from trioengine.worker.scheduling.sequence import OnProgress
 from trioengine.worker.weights import open_checkpoint
-from trioengine.worker.weights.checkpoint import Checkpoint, WeightReader
+from trioengine.worker.weights.checkpoint import Checkpoint, Projection, WeightReader
 
 _PRECISION = 1e-6  # GGUF files hold float32
 _LIBC = ctypes.CDLL(None)
@@ -159,6 +164,7 @@ def _is_same(ours: object, theirs: object) -> bool:
 @dataclass(frozen=True, slots=True)
 class _Awake:
     model: Model
+    projections: Mapping[Linear, Sequence[Projection]]
     tensors: list[Tensor]  # those that are not in host memory
 
 
@@ -192,6 +198,22 @@ class ModelWeights:
     @property
     def are_awake(self) -> bool:
         return isinstance(self._state, _Awake)
+
+    def load_adapter(self, path: str) -> LoadedAdapter:
+        """Load an adapter for this model. Raises ModelError, naming the file and the reason, if it does not fit."""
+        state = self._state
+        if not isinstance(state, _Awake):
+            raise InvariantError("an adapter is loaded while the weights sleep")
+        changes = read_adapter(Path(path), adaptable_matrices(self._spec.model))
+        found: list[LoadedAdapter] = []
+
+        def load() -> None:
+            spec = self._spec
+            found.append(load_low_rank(changes, state.projections, spec.linears.exact, spec.dtype, spec.device))
+
+        if (failure := failure_of(load)) is not None:
+            raise ModelError(f"adapter {path}: {failure}")
+        return found[0]
 
     def keep(self) -> None:
         """Sleep, and stay in host memory, unless they are discarded already."""
@@ -248,7 +270,8 @@ class ModelWeights:
             wanted, linears = checkpoint.config.wanted_tensors(), spec.linears.of(checkpoint)
             reader = WeightReader(checkpoint, wanted, spec.dtype, spec.device, self._on_progress, linears)
             model = load_model(checkpoint.config, reader, spec.kernels, spec.max_model_len)
-            return _Awake(model, [tensor for tensor in reader.in_use() if tensor.device.type != "cpu"])
+            tensors = [tensor for tensor in reader.in_use() if tensor.device.type != "cpu"]
+            return _Awake(model, reader.projections, tensors)
 
 
 class HostCopy:

@@ -5,8 +5,8 @@ content findable, evicted when needed) or *free*: `num_free + num_cached + num_h
 
 The prefix cache is an index of computed full blocks, held or not. A block is found by a digest of its tokens and of the
 digest of the block before it, so that equal digests mean equal prefixes (the scheme of vLLM's automatic prefix
-caching). The first block's parent is the root of the request's cache salt: requests with different salts find none of
-each other's blocks, neither whole nor in part.
+caching). The first block's parent is the root of the request's cache salt and adapter: requests that differ in one of
+them find none of each other's blocks, neither whole nor in part.
 
 Where prefixes part within a block, as after a chat template's first words, their common tokens are found by the parent
 and the first token: of several blocks with these, the latest. They are copied to a block of the new sequence.
@@ -30,6 +30,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from trioengine.core.errors import InvariantError
+from trioengine.core.messages import NO_ADAPTER
 from trioengine.worker.scheduling.sequence import BlockCopy, Sequence
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT, StateCopy, StateSave, StateSlots
 
@@ -345,19 +346,22 @@ class BlockManager:
                 del self._by_branch[content.branch]
 
     def _digest(self, sequence: Sequence, num_blocks: int) -> bytes:
-        """The digest of the sequence's first full blocks; of none, the root of its cache salt. Computed once each."""
+        """The digest of the sequence's first full blocks; of none, its root. Computed once each."""
         digests = sequence.block_digests
         if not digests:
-            digests.append(root_digest(sequence.params.cache_salt))
+            digests.append(root_digest(sequence.params.cache_salt, sequence.adapter))
         while len(digests) <= num_blocks:
             end = len(digests) * self.block_size
             digests.append(block_digest(digests[-1], sequence.content(end - self.block_size, end)))
         return digests[num_blocks]
 
 
-def root_digest(cache_salt: str) -> bytes:
-    """The parent of the first block of a request with this cache salt."""
-    return blake2b(cache_salt.encode(), digest_size=32, person=_SALTED).digest() if cache_salt else ROOT_DIGEST
+def root_digest(cache_salt: str, adapter: int = NO_ADAPTER) -> bytes:
+    """The parent of the first block of a request with this cache salt, and an adapter of this id."""
+    if not cache_salt and adapter == NO_ADAPTER:
+        return ROOT_DIGEST
+    salt = adapter.to_bytes(8, "little")
+    return blake2b(cache_salt.encode(), digest_size=32, person=_SALTED, salt=salt).digest()
 
 
 def block_digest(parent: bytes, token_ids: Items[int]) -> bytes:

@@ -13,6 +13,7 @@ tokens, then every token of every row sent for it. The engine computes the same 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -20,8 +21,11 @@ from typing import TypeAlias
 from trioengine.core.connection import MIN_FRAME_LIMIT
 from trioengine.core.errors import InvariantError, ModelError, RemoteProtocolError, RequestRejected
 from trioengine.core.messages import (
+    ADAPTER_FAILED,
     INVALID_GRAMMAR,
+    NO_ADAPTER,
     WIRE_NAMES,
+    Adapter,
     AddMessage,
     AddSession,
     Audit,
@@ -44,6 +48,7 @@ from trioengine.core.messages import (
 )
 from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.core.types import FinishReason, TokenIds, token_ids
+from trioengine.worker.scheduling.adapters import Adapters
 from trioengine.worker.scheduling.grammars import Compiler, GrammarCompiled, NoCompiler
 from trioengine.worker.scheduling.image_queue import Decoder, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, place_images
@@ -62,6 +67,7 @@ class _Session:
 
     held: TokenIds = field(default_factory=token_ids)  # packed: an idle session costs 4 bytes a token
     sequence: Sequence | None = None
+    adapter: Adapter | None = None
 
 
 class EngineCore:
@@ -86,6 +92,7 @@ class EngineCore:
         self._runner = runner
         self._clock = clock
         self._scheduler = Scheduler(limits, decoder, new_drafter)
+        self._adapters = Adapters(runner)
         self._compiler = NoCompiler() if compiler is None else compiler
         self._sessions: dict[int, _Session] = {}
         self._asleep = asleep
@@ -202,8 +209,11 @@ class EngineCore:
             yield Tokens(tuple(rows[start : start + at_once]), statistics)
 
     def check_integrity(self) -> None:
-        """Raise InvariantError unless the accounts of the scheduler, the blocks and the images agree."""
+        """Raise InvariantError unless the accounts of the scheduler, the blocks, images and adapters agree."""
         self._scheduler.check_integrity()
+        self._adapters.check_integrity(
+            Counter(session.adapter.id for session in self._sessions.values() if session.adapter is not None)
+        )
 
     def prepare(self) -> bool:
         """Prepare one more thing for later steps, if any is missing; returns whether it did. For an idle worker."""
@@ -214,7 +224,9 @@ class EngineCore:
     def _add_session(self, message: AddSession) -> None:
         if message.session in self._sessions:
             raise RemoteProtocolError(f"ADD_SESSION: session {message.session} is there already")
-        self._sessions[message.session] = _Session()
+        self._sessions[message.session] = _Session(adapter=message.adapter)
+        if message.adapter is not None:
+            self._adapters.hold(message.adapter)
 
     def _add_message(self, message: AddMessage) -> list[FromWorker]:
         session = self._session(message.session, "ADD_MESSAGE")
@@ -235,6 +247,7 @@ class EngineCore:
         session.held.extend(message.token_ids)
         num_prompt_tokens = len(session.held) - message.num_output
         try:
+            self._use_adapter(session.adapter)
             sequence = Sequence(
                 session=message.session,
                 request=message.request,
@@ -246,6 +259,7 @@ class EngineCore:
                 images=place_images(message.images, pictures, num_prompt_tokens, self.limits.tile)
                 if pictures
                 else None,
+                adapter=NO_ADAPTER if session.adapter is None else session.adapter.id,
             )
             self._scheduler.add(sequence)
         except RequestRejected as exc:
@@ -258,6 +272,14 @@ class EngineCore:
         if sequence.is_compiling:
             self._compiler.submit(sequence)
         return []
+
+    def _use_adapter(self, adapter: Adapter | None) -> None:
+        """Raises RequestRejected if it cannot be loaded."""
+        if adapter is not None:
+            try:
+                self._adapters.use(adapter)
+            except ModelError as exc:
+                raise RequestRejected(ADAPTER_FAILED, str(exc)) from exc
 
     def _stop_session(self, message: StopSession) -> list[FromWorker]:
         session = self._session(message.session, "STOP_SESSION")
@@ -280,6 +302,8 @@ class EngineCore:
         if session.sequence is not None:
             self._scheduler.abort(session.sequence.request)
         del self._sessions[message.session]
+        if session.adapter is not None:
+            self._adapters.release(session.adapter)
         return SessionEnded(message.session, self.statistics())
 
     def _audit(self, message: Audit) -> Audited:
@@ -350,6 +374,7 @@ class EngineCore:
         if self._sessions:
             raise RemoteProtocolError(f"{name} while {len(self._sessions)} sessions are there")
         self._scheduler.forget_all()
+        self._adapters.drop_all()
 
     def _session(self, session: int, name: str) -> _Session:
         state = self._sessions.get(session)

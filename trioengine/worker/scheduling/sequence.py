@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypeAlias
 
 from trioengine.core.errors import InvariantError, RequestRejected
-from trioengine.core.messages import RequestFailed, TokensRow
+from trioengine.core.messages import NO_ADAPTER, RequestFailed, TokensRow
 from trioengine.core.power import Tag
 from trioengine.core.sampling_params import ResolvedParams, check_room
 from trioengine.core.types import FinishReason, Logprobs, Usage, token_ids
+from trioengine.worker.scheduling.adapters import AdapterRunner
 from trioengine.worker.scheduling.images import Picture, PromptImages, Tile, TilePiece, TileShape, Vision
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT, StateCopy, StateSave
 
@@ -95,6 +96,7 @@ class Sequence:
     num_forced: int = 0  # of its latest tokens: appended behind the latest sampled one, because no others could come
     drafter: Drafter | None = None  # None: no speculation
     state_slot: int = PADDING_SLOT  # while it runs, in a model with states
+    adapter: int = NO_ADAPTER  # id of its adapter
     save_points: tuple[int, ...] = ()  # numbers of tokens behind which a step saves the state
 
     @property
@@ -353,7 +355,7 @@ class SchedulerOutput:
 Sampled: TypeAlias = TokensRow | RequestFailed
 
 
-class ModelRunner(Protocol):
+class ModelRunner(AdapterRunner, Protocol):
     """Runs the forward pass and the sampler; the simulated worker has a toy one."""
 
     def execute(self, output: SchedulerOutput) -> list[Sampled]:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -70,6 +70,17 @@ class LinearOptions:
     takes_integers: bool = False  # of `products`, where weights are stored so
     quantizes: bool = False  # weights that are stored otherwise, to integers
 
+    def exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A layer of numbers of the dtype."""
+        return make_linear(weight, bias) if self.products is None else self.products.make(weight, bias)
+
+
+class Projection(NamedTuple):
+    """One of the matrices whose outputs a linear layer has, one behind the other."""
+
+    name: str  # of its tensor, but for `.weight`
+    outputs: int
+
 
 class WeightReader:
     """Reads tensors and makes layers of them: files, dtypes and quantization stay outside of the models."""
@@ -95,6 +106,7 @@ class WeightReader:
         self._on_progress = on_progress
         self._linears = linears or LinearOptions()
         self._given: list[weakref.ref[Tensor]] = []  # weakly: a layer may pack a tensor, and drop it
+        self.projections: dict[Linear, tuple[Projection, ...]] = {}  # of the layers that were made
         on_progress(0, self._total)
 
     def has(self, name: str) -> bool:
@@ -113,18 +125,20 @@ class WeightReader:
         bias = (
             self._give(joined([self._read(f"{name}.bias") for name in names])) if self.has(f"{names[0]}.bias") else None
         )
-        stored = self._make_stored(names, bias)
-        if stored is not None:
+        linear = self._make_stored(names, bias)
+        if linear is None:
+            linear = self._make(self._give(joined([self._read(f"{name}.weight") for name in names])), bias)
+        else:
             for name in names:
                 self._count(f"{name}.weight")
-            return stored
-        weight = self._give(joined([self._read(f"{name}.weight") for name in names]))
-        return self._make(weight, bias)
+        self.projections[linear] = tuple(
+            Projection(name, self._checkpoint.tensors[f"{name}.weight"].shape[0]) for name in names
+        )
+        return linear
 
     def exact_linear(self, name: str) -> Linear:
         """A layer of numbers of the dtype, also where others are of integers."""
-        weight = self._give(self._read(f"{name}.weight"))
-        return make_linear(weight) if self._linears.products is None else self._linears.products.make(weight)
+        return self._linears.exact(self._give(self._read(f"{name}.weight")))
 
     def linear_of(self, weight: Tensor, name: str) -> Linear:
         """A layer of the weight that `tensor` has returned for `NAME.weight`, as an embedding that is the head too."""
@@ -141,12 +155,10 @@ class WeightReader:
         return options.products.make_integer(weight, bias)
 
     def _make(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        products = self._linears.products
-        if products is None:
-            return make_linear(weight, bias)
-        if self._linears.quantizes and can_multiply(weight.shape) and (integers := to_integers(weight)).fits_float16:
+        products, quantizes = self._linears.products, self._linears.quantizes and can_multiply(weight.shape)
+        if products is not None and quantizes and (integers := to_integers(weight)).fits_float16:
             return products.make_integer(integers, bias)
-        return products.make(weight, bias)
+        return self._linears.exact(weight, bias)
 
     def in_use(self) -> list[Tensor]:
         """The tensors given out that are still referenced."""

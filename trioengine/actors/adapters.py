@@ -1,0 +1,75 @@
+"""The LoRA adapters of an engine, by their names. The worker loads one with the first request that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+
+from trioengine.actors.ports import Ports
+from trioengine.actors.power_change import path_of
+from trioengine.core.checks import rejected
+from trioengine.core.errors import ModelError, RequestRejected
+from trioengine.core.messages import Adapter
+from trioengine.core.wording import brief
+from trioengine.hub.model_info import ModelInfo
+
+_MAX_NAME = 256  # characters
+
+
+class Adapters:
+    """A name belongs to one adapter, from the call that adds it until it is removed."""
+
+    def __init__(self, ports: Ports, mint: Callable[[], int]) -> None:
+        self._ports, self._mint = ports, mint
+        self._by_name: dict[str, Adapter] = {}
+        self._taken: set[str] = set()  # by calls that check the files
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """The directories, by the names."""
+        return MappingProxyType({name: adapter.path for name, adapter in self._by_name.items()})
+
+    async def add(self, name: str, path: str | Path, model: ModelInfo) -> None:
+        """Check the files of an adapter of the model, and add it. Cancelled, nothing is added.
+
+        Raises RequestRejected for a name that is taken, and files that do not fit.
+        """
+        checked, directory = _check_name(name), Path(path_of(path))
+        with self._taking(checked):
+            try:
+                await self._ports.run_in_thread(self._ports.check_adapter, directory, model.matrices)
+            except ModelError as exc:
+                raise RequestRejected("invalid_adapter", f"adapter {brief(name)}: {exc}", param="path") from exc
+            self._by_name[checked] = Adapter(self._mint(), str(directory))
+
+    def remove(self, name: str) -> None:
+        """Forget the name; sessions that have the adapter keep it. Raises RequestRejected for an unknown name."""
+        self.find(name)
+        del self._by_name[name]
+
+    def find(self, name: str) -> Adapter:
+        """Return the adapter of this name. Raises RequestRejected if there is none."""
+        if not isinstance(name, str) or name not in self._by_name:
+            known = ", ".join(map(brief, self._by_name)) or "none"
+            problem = f"there is no adapter {brief(name)}; loaded: {known}"
+            raise RequestRejected("adapter_not_found", problem, param="adapter")
+        return self._by_name[name]
+
+    @contextmanager
+    def _taking(self, name: str) -> Iterator[None]:
+        if name in self._by_name or name in self._taken:
+            problem = f"there is an adapter {brief(name)} already: unload it first, or choose another name"
+            raise RequestRejected("adapter_exists", problem, param="name")
+        self._taken.add(name)
+        try:
+            yield
+        finally:
+            self._taken.remove(name)
+
+
+def _check_name(name: str) -> str:
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+        raise rejected("name", f"must be a string of 1 to {_MAX_NAME} printable characters, got {brief(name)}")
+    return name
