@@ -228,6 +228,7 @@ BAD_CONFIG = {
     "model": ["", "a\0b", "\ud800", *NO_NUMBERS[1:]],
     "generation_config": ["", "a\0b", "\ud800", *NO_NUMBERS[1:]],
     "chat_template": ["", "a\0b", "\ud800", *NO_NUMBERS[1:]],
+    "adapters": ["sql=dir", ("sql",), ("=dir",), ("sql=",), (7,), None],
     "on_worker_loss": ["", "retry", *NO_NUMBERS],
     "device": ["tpu", "cuda:", "cuda:x", "cuda:-1", "cuda:128", "cuda:01", "cuda:٣", "cuda:" + "9" * 20, *NO_NUMBERS],
     "dtype": ["int4", *NO_NUMBERS],

@@ -41,7 +41,7 @@ class Adapters:
             try:
                 await self._ports.run_in_thread(self._ports.check_adapter, directory, model.matrices)
             except ModelError as exc:
-                raise RequestRejected("invalid_adapter", f"adapter {brief(name)}: {exc}", param="path") from exc
+                raise RequestRejected.at("path", "invalid_adapter", str(exc)) from exc
             self._by_name[checked] = Adapter(self._mint(), str(directory))
 
     def remove(self, name: str) -> None:
@@ -53,14 +53,14 @@ class Adapters:
         """Return the adapter of this name. Raises RequestRejected if there is none."""
         if not isinstance(name, str) or name not in self._by_name:
             known = ", ".join(map(brief, self._by_name)) or "none"
-            problem = f"there is no adapter {brief(name)}; loaded: {known}"
+            problem = f"adapter {brief(name)} is not loaded; loaded: {known}"
             raise RequestRejected("adapter_not_found", problem, param="adapter")
         return self._by_name[name]
 
     @contextmanager
     def _taking(self, name: str) -> Iterator[None]:
         if name in self._by_name or name in self._taken:
-            problem = f"there is an adapter {brief(name)} already: unload it first, or choose another name"
+            problem = f"name {brief(name)} belongs to an adapter already: unload it first, or choose another name"
             raise RequestRejected("adapter_exists", problem, param="name")
         self._taken.add(name)
         try:

@@ -122,9 +122,9 @@ class Engine:
     async def run(self, *, task_status: trio.TaskStatus[Engine] = trio.TASK_STATUS_IGNORED) -> None:
         """Run the engine until `close`, or until cancelled; then every session is ended and the worker is gone.
 
-        Raises ModelError when the model cannot be used, InvalidConfig for a `max_model_len` longer than its context,
-        WorkerLost when no worker can be kept running. Cancelled, it still writes the sessions' last messages, within
-        `worker_shutdown_timeout`.
+        Raises ModelError when the model or an adapter cannot be used, InvalidConfig for a `max_model_len` longer than
+        its context, WorkerLost when no worker can be kept running. Cancelled, it still writes the sessions' last
+        messages, within `worker_shutdown_timeout`.
         """
         task_status.started(self)
         runtime = self.runtime
@@ -132,6 +132,7 @@ class Engine:
             with self._finding:
                 path = await runtime.ports.find_model(self.config.model, self._on_progress)
                 await runtime.read_model(path)
+                await runtime.read_adapters()
             if self._closing.is_set():
                 return
             async with open_unwrapped_nursery() as services:

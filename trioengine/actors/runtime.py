@@ -132,6 +132,15 @@ class Runtime:
         name = f"model {self.config.model!r}"
         self._tokenizer = ChatTokenizer(model.tokenizer, model.chat_template, model.images, name)
 
+    async def read_adapters(self) -> None:
+        """Read the adapters of the configuration. Raises ModelError."""
+        for given in self.config.adapters:
+            name, _, path = given.partition("=")
+            try:
+                await self.adapters.add(name, path, self.model)
+            except RequestRejected as exc:
+                raise ModelError(f"adapter {given}: {exc.message}") from exc
+
     @property
     def model(self) -> ModelInfo:
         """The model's files: tokenizer, chat template, limits. EngineOverloaded until they are read."""

@@ -16,6 +16,7 @@ from trioengine.core.wording import brief, did_you_mean
 HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
     "generation_config": "Sampling defaults: auto (the model's own), none, or a file or a directory with one.",
     "chat_template": "A file with a chat template, in place of the model's.",
+    "adapters": "A LoRA adapter as NAME=DIRECTORY; may be given several times.",
     "device": "auto, cpu, cuda or cuda:N.",
     "dtype": "auto, float32 or bfloat16.",
     "max_model_len": "Tokens of prompt and answer together; without it the model's own limit.",
@@ -92,6 +93,7 @@ PANELS = {
     "Model": (
         "generation_config",
         "chat_template",
+        "adapters",
         "device",
         "dtype",
         "kernels",

@@ -93,6 +93,7 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     generation_config: str = "auto"  # sampling defaults: auto (the model's own), none, or a path
     chat_template: str | None = None  # a file, in place of the model's template
+    adapters: tuple[str, ...] = ()  # LoRA adapters that are loaded at the start, each as NAME=DIRECTORY
     device: str = "auto"
     dtype: DType = "auto"  # bfloat16 on CUDA and where the CPU has AVX512-BF16 or AMX, else float32
     max_model_len: int | None = None
@@ -127,12 +128,14 @@ class EngineConfig:
         return changed_fields(self)
 
     def __post_init__(self) -> None:
-        if isinstance(self.restart_delays, list):
-            object.__setattr__(self, "restart_delays", tuple(self.restart_delays))
+        for name in ("adapters", "restart_delays"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         self._validate("model", path, "a name or a path")
         self._validate("generation_config", path, "auto, none or a path")
         if self.chat_template is not None:
             self._validate("chat_template", path, "a file")
+        self._validate("adapters", _adapters)
         if self.device not in _DEVICES:
             raise InvalidConfig.of("device", f"must be auto, cpu, cuda or cuda:N, got {brief(self.device)}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
@@ -194,6 +197,12 @@ class EngineConfig:
         return WorkerConfig(model_path, **{name: getattr(self, name) for name in shared})
 
 
+def _adapters(values: object) -> tuple[str, ...]:
+    if not isinstance(values, tuple) or not all(isinstance(each, str) and all(each.partition("=")) for each in values):
+        raise ValueError(f"must be of the form NAME=DIRECTORY, got {brief(values)}")
+    return values
+
+
 def _numbers(values: tuple[float, ...], low: int, high: int) -> tuple[float, ...]:
     return tuple(number(value, low, high) for value in values)
 
@@ -204,6 +213,7 @@ class EngineOptions(TypedDict, total=False):
     model: str
     generation_config: str
     chat_template: str | None
+    adapters: tuple[str, ...] | list[str]
     device: str
     dtype: DType
     max_model_len: int | None

@@ -6,6 +6,7 @@ A change of power is answered when it is done. A client that disconnects abandon
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
@@ -18,14 +19,16 @@ from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import InvariantError, RequestRejected
 from trioengine.core.power import Tag
 from trioengine.core.wording import brief
+from trioengine.serve.asked_model import adapted_name
 from trioengine.serve.auth import Role
+from trioengine.serve.choices import in_fields
 from trioengine.serve.errors import SERVER_ERROR, ClientError, Problem
 from trioengine.serve.http import HttpRequest, HttpResponse, json_response, problem_response
 from trioengine.serve.limits import InFlight
 from trioengine.serve.parsing import flag_in, load_body, number_in, one_of, parameters_of, some_of
 from trioengine.serve.reading import read_known
-from trioengine.serve.requests import AbortRequest, UpdateWeightsRequest
-from trioengine.serve.responses import Aborted, Invariants, PowerState
+from trioengine.serve.requests import AbortRequest, LoadAdapterRequest, UnloadAdapterRequest, UpdateWeightsRequest
+from trioengine.serve.responses import Aborted, Adapters, Invariants, PowerState
 from trioengine.serve.routes import Operation, Routes, get, post
 
 _LEVELS = ("1", "2")
@@ -63,6 +66,20 @@ _UPDATE_WEIGHTS = Operation(
     responses={200: PowerState},
     errors=(404, 409),
 )
+_LOAD_ADAPTER = Operation(
+    "Load a LoRA adapter",
+    body=LoadAdapterRequest,
+    example={"lora_name": "sql", "lora_path": "sql-adapter"},
+    responses={200: Adapters},
+    errors=(404, 409),
+)
+_UNLOAD_ADAPTER = Operation(
+    "Unload a LoRA adapter",
+    body=UnloadAdapterRequest,
+    example={"lora_name": "sql"},
+    responses={200: Adapters},
+    errors=(404,),
+)
 _ABORT_REQUEST = Operation(
     "End one request, or all",
     body=AbortRequest,
@@ -73,9 +90,10 @@ _INVARIANTS = Operation("Check that the engine's books balance", responses={200:
 _IS_SLEEPING = Operation("Report the tags that sleep", responses={200: PowerState})
 
 
-def admin_routes(engine: Engine, in_flight: InFlight, weights_dir: str | None) -> Routes:
-    """Return the routes of an engine for operators."""
+def admin_routes(engine: Engine, model: str, in_flight: InFlight, weights_dir: str | None) -> Routes:
+    """Return the routes of an engine for operators; `model` is its name for clients."""
     operator, power = OperatorHandlers(engine, in_flight), PowerHandlers(engine, weights_dir)
+    adapters = AdapterHandlers(engine, model, weights_dir)
     wake_up = post(power.wake_up, _WAKE_UP, Role.OPERATOR)
     return {
         "/debug/invariants": get(operator.invariants, _INVARIANTS, Role.OPERATOR),
@@ -83,6 +101,8 @@ def admin_routes(engine: Engine, in_flight: InFlight, weights_dir: str | None) -
         "/sleep": post(power.sleep, _SLEEP, Role.OPERATOR),
         "/wake_up": wake_up,
         "/wakeup": wake_up,
+        "/v1/load_lora_adapter": post(adapters.load, _LOAD_ADAPTER, Role.OPERATOR),
+        "/v1/unload_lora_adapter": post(adapters.unload, _UNLOAD_ADAPTER, Role.OPERATOR),
         "/update_weights": post(power.update_weights, _UPDATE_WEIGHTS, Role.OPERATOR),
         "/is_sleeping": get(power.is_sleeping, _IS_SLEEPING, Role.OPERATOR),
     }
@@ -164,8 +184,36 @@ class PowerHandlers:
         return json_response(200, shown)
 
 
-def find_checkpoint(weights_dir: str | None, name: str) -> Path:
-    """Return the path of the checkpoint of this name in a directory. Raises ClientError.
+class AdapterHandlers:
+    """Handlers that load and unload LoRA adapters; clients name one as `MODEL:NAME`."""
+
+    def __init__(self, engine: Engine, model: str, weights_dir: str | None) -> None:
+        self._engine, self._model, self._weights_dir = engine, model, weights_dir
+
+    async def load(self, request: HttpRequest) -> HttpResponse:
+        given = read_known(load_body(request.body), LoadAdapterRequest)
+        find = partial(find_checkpoint, self._weights_dir, given.lora_path, field="lora_path")
+        path = await self._engine.ports.run_in_thread(find)
+        try:
+            await self._engine.load_adapter(given.lora_name, path)
+        except RequestRejected as exc:
+            raise in_fields(exc, {"name": "lora_name", "path": "lora_path"}) from None
+        return self._shown()
+
+    async def unload(self, request: HttpRequest) -> HttpResponse:
+        given = read_known(load_body(request.body), UnloadAdapterRequest)
+        try:
+            self._engine.unload_adapter(given.lora_name)
+        except RequestRejected as exc:
+            raise in_fields(exc, {"adapter": "lora_name"}) from None
+        return self._shown()
+
+    def _shown(self) -> HttpResponse:
+        return json_response(200, {"models": [adapted_name(self._model, name) for name in self._engine.adapters]})
+
+
+def find_checkpoint(weights_dir: str | None, name: str, field: str = "name") -> Path:
+    """Return the path of the checkpoint of this name in a directory. Raises ClientError about the field.
 
     A name is not a path, and must lead to a place inside the directory even if it is a link. The engine checks the
     contents. Call it in a thread: it accesses the file system.
@@ -173,25 +221,25 @@ def find_checkpoint(weights_dir: str | None, name: str) -> Path:
     if weights_dir is None:
         raise ClientError("no_weights_dir", "the server was started without --weights-dir: it has no other weights")
     if name in ("", ".", "..") or set(name) & set("/\\") or not name.isprintable():
-        raise _invalid(f"name must be printable, and name a checkpoint under --weights-dir, got {brief(name)}")
+        raise _invalid(field, f"must be printable, and name a checkpoint under --weights-dir, got {brief(name)}")
     try:
         directory = Path(weights_dir).resolve(strict=True)
         path = (directory / name).resolve(strict=True)
     except (OSError, RuntimeError):  # it does not exist, or is a link to itself
-        raise _not_found(name) from None
+        raise _not_found(field, name) from None
     if directory not in path.parents:
-        raise _not_found(name)
+        raise _not_found(field, name)
     try:
         path_of(path)
     except RequestRejected:  # its message would disclose the path
-        raise _invalid(f"name leads to a path that is too long or not printable, got {brief(name)}") from None
+        raise _invalid(field, f"leads to a path that is too long or not printable, got {brief(name)}") from None
     return path
 
 
-def _invalid(message: str) -> ClientError:
-    return ClientError("invalid_value", message, param="name")
+def _invalid(field: str, problem: str) -> ClientError:
+    return ClientError("invalid_value", f"{field} {problem}", param=field)
 
 
-def _not_found(name: str) -> ClientError:
+def _not_found(field: str, name: str) -> ClientError:
     """The same error for a path elsewhere: it does not disclose whether one exists."""
-    return ClientError("weights_not_found", f"checkpoint {brief(name)} not found under --weights-dir", param="name")
+    return ClientError("weights_not_found", f"checkpoint {brief(name)} not found under --weights-dir", param=field)

@@ -58,7 +58,7 @@ class ChatCompletions:
         parse = partial(parse_chat_request, request.body, model)
         chat = await in_thread_if(len(request.body) > LONG_JSON, self._engine.ports, parse)
         headers = self._unknown_fields.report(chat.unknown, FIELDS)
-        completion = _ChatCompletion(self._engine, self._in_flight, chat, self._model, request, headers)
+        completion = _ChatCompletion(self._engine, self._in_flight, chat, request, headers)
         if chat.stream:
             return StreamingResponse(completion.stream, headers=STREAM_HEADERS + headers, keep_alive=KEEP_ALIVE)
         return StreamingResponse(completion.whole)
@@ -72,15 +72,14 @@ class _ChatCompletion(Choices):
         engine: Engine,
         in_flight: InFlight,
         chat: ChatRequest,
-        model: str,
         request: HttpRequest,
         headers: Headers,
     ) -> None:
         self._shape = ChatShape(
-            model,
+            chat.model.name,
             engine.runtime.model.tokenizer,
             chat.params.logprobs,
-            fingerprint(engine, model),
+            fingerprint(engine, chat.model.name),
             chat.shown,
             chat.params.skip_special_tokens,
         )

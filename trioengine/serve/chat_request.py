@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -13,6 +13,7 @@ from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.core.grammar import Grammar
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.serve.asked_model import AskedModel, asked_model
 from trioengine.serve.chat_tools import parse_tools, with_calls
 from trioengine.serve.errors import ClientError
 from trioengine.serve.parsing import as_served, either, load_body, load_object, shown
@@ -88,6 +89,7 @@ EngineMessage: TypeAlias = dict[str, Any]
 class ChatRequest:
     """A request whose body was checked."""
 
+    model: AskedModel
     messages: Sequence[Mapping[str, Any]]
     params: SamplingParams
     n: int  # choices
@@ -111,6 +113,7 @@ class ServedModel:
     takes_tools: bool = False  # its chat template prints them
     tool_form: ToolForm = HERMES
     reasoning_form: ReasoningForm | None = None  # None: its reasoning is text
+    adapters: Collection[str] = ()  # the names of its LoRA adapters
 
     @classmethod
     def of(
@@ -123,14 +126,15 @@ class ServedModel:
             return cls(name, "")
         refusal = as_served(tokenizer.image_refusal, engine.config.model, name)
         template = tokenizer.template_source
-        return cls(name, refusal, template, tokenizer.takes_tools, tool_form or form_of(template), reasoning_form)
+        form = tool_form or form_of(template)
+        return cls(name, refusal, template, tokenizer.takes_tools, form, reasoning_form, engine.adapters)
 
 
 def parse_chat_request(body: bytes, model: ServedModel) -> ChatRequest:
     """Parse the body of a request to `model`, the only one. Raises ClientError or RequestRejected."""
     fields = load_body(body)
     given = read(fields, ChatCompletionRequest)
-    check_model(given.model, model.name)
+    asked = asked_model(given.model, model.name, model.adapters)
     check_supported(fields, UNSUPPORTED)
     tools, skipped = parse_tools(given, model.tool_form)
     messages: Sequence[Mapping[str, Any]] = engine_messages(
@@ -140,6 +144,7 @@ def parse_chat_request(body: bytes, model: ServedModel) -> ChatRequest:
         messages = with_instructions(messages, tools.instructions)
     grammar = _placed_grammar(given, tools)
     return ChatRequest(
+        model=asked,
         messages=messages,
         params=_params(given, grammar.grammar),
         n=given.n or 1,
@@ -175,13 +180,6 @@ def _variables(given: ChatCompletionRequest, tools: Tools | None, model: ServedM
         message = f"reasoning_effort must be {shown(_NO_EFFORT)} for this model, got {shown(effort)}"
         raise ClientError("unsupported_parameter", message, param="reasoning_effort")
     return variables
-
-
-def check_model(name: str | None, model: str) -> None:
-    """Raise ClientError for a model other than this one; None stands for this one."""
-    if name not in (None, model):
-        message = f"model {name!r:.120} not found; this server serves {model!r}"
-        raise ClientError("model_not_found", message, param="model")
 
 
 def shown_parts(given: WithChoices, fields: Mapping[str, Any]) -> Shown:

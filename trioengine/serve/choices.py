@@ -23,6 +23,7 @@ from trioengine.core.checks import MAX_INT64
 from trioengine.core.errors import EngineError, RequestRejected, SessionEnded
 from trioengine.core.sampling_params import SamplingParams, replace_valid
 from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Usage
+from trioengine.serve.asked_model import AskedModel
 from trioengine.serve.auth import salted
 from trioengine.serve.body import Body
 from trioengine.serve.chat_response import DONE, error_frames
@@ -41,6 +42,9 @@ MANY_LOGPROBS = 1000  # entries of log-probabilities; more are rendered in a thr
 
 class Asked(Protocol):
     """The fields that the requests of all routes with choices have in common."""
+
+    @property
+    def model(self) -> AskedModel: ...
 
     @property
     def params(self) -> SamplingParams: ...
@@ -112,6 +116,7 @@ class Choices(abc.ABC):
         self._sessions = request.sessions
         self._prompts = prompts
         self._num_unprepared = len(prompts)
+        self._adapter = asked.model.adapter
         self._params = salted(asked.params, request.cache_salt)
         self._n = asked.n
         self._shown = asked.shown
@@ -230,7 +235,9 @@ class Choices(abc.ABC):
             for number in range(self._n):
                 index = len(choices)
                 label = self._id if len(prompts) * self._n == 1 else f"{self._id}-{index}"
-                session = self._engine.open_session(label=label, wait=wait, chat_template_kwargs=self._variables)
+                session = self._engine.open_session(
+                    label=label, wait=wait, chat_template_kwargs=self._variables, adapter=self._adapter
+                )
                 params = _numbered(self._params, number)
                 if first is None:
                     generation = session.generate(prompt, params, wait=wait)

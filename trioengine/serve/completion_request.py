@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.serve.chat_request import HARMLESS, check_model, shown_parts, structured_grammar
+from trioengine.serve.asked_model import AskedModel, asked_model
+from trioengine.serve.chat_request import HARMLESS, shown_parts, structured_grammar
 from trioengine.serve.errors import ClientError
 from trioengine.serve.parsing import load_body
 from trioengine.serve.reading import check_supported, read, sampling_params, unknown_names
@@ -28,6 +29,7 @@ FIELDS = frozenset({*CompletionBody.__struct_encode_fields__, *HARMLESS, *_UNSUP
 class CompletionRequest:
     """A request whose body was checked."""
 
+    model: AskedModel
     prompts: Sequence[str | list[int]]
     params: SamplingParams
     n: int  # choices for each prompt
@@ -38,11 +40,11 @@ class CompletionRequest:
     unknown: tuple[str, ...]  # fields that were passed over
 
 
-def parse_completion_request(body: bytes, model: str) -> CompletionRequest:
-    """Parse the body of a request to `model`, the only one. Raises ClientError."""
+def parse_completion_request(body: bytes, model: str, adapters: Collection[str]) -> CompletionRequest:
+    """Parse the body of a request to `model`, the only one, or one of its adapters. Raises ClientError."""
     fields = load_body(body)
     given = read(fields, CompletionBody)
-    check_model(given.model, model)
+    asked = asked_model(given.model, model, adapters)
     check_supported(fields, _UNSUPPORTED)
     max_tokens = DEFAULT_MAX_TOKENS if given.max_tokens is None else given.max_tokens
     if not (max_tokens or given.echo):
@@ -50,6 +52,7 @@ def parse_completion_request(body: bytes, model: str) -> CompletionRequest:
     prompt_logprobs = _prompt_logprobs(given, max_tokens)
     grammar = None if given.structured_outputs is None else structured_grammar(given.structured_outputs)
     return CompletionRequest(
+        model=asked,
         prompts=prompts_of(given.prompt, "prompt"),
         params=sampling_params(
             given, max_tokens=max_tokens, logprobs=given.logprobs, prompt_logprobs=prompt_logprobs, grammar=grammar

@@ -50,14 +50,14 @@ class Completions:
         parsed = await in_thread_if(is_long, self._engine.ports, partial(self._parse, request.body))
         given, prompts, texts = parsed
         headers = self._unknown_fields.report(given.unknown, FIELDS)
-        answers = _Answers(self._engine, self._in_flight, given, prompts, texts, self._model, request, headers)
+        answers = _Answers(self._engine, self._in_flight, given, prompts, texts, request, headers)
         if given.stream:
             return StreamingResponse(answers.stream, headers=STREAM_HEADERS + headers, keep_alive=KEEP_ALIVE)
         return StreamingResponse(answers.whole)
 
     def _parse(self, body: bytes) -> tuple[CompletionRequest, list[list[int]], list[PromptText]]:
         """Return the request, the token ids of its prompts, and their texts if the response depends on them."""
-        given = parse_completion_request(body, self._model)
+        given = parse_completion_request(body, self._model, self._engine.adapters)
         count = len(given.prompts)
         if count * given.n > MAX_CHOICES:
             message = f"prompt has {count} prompts; at most {MAX_CHOICES // given.n} are accepted"
@@ -98,14 +98,13 @@ class _Answers(Choices):
         given: CompletionRequest,
         prompts: Sequence[list[int]],
         texts: Sequence[PromptText],
-        model: str,
         request: HttpRequest,
         headers: Headers,
     ) -> None:
         self._shape = CompletionShape(
-            model,
+            given.model.name,
             engine.tokenizer.tokenizer,
-            fingerprint(engine, model),
+            fingerprint(engine, given.model.name),
             given.shown,
             given.params.skip_special_tokens,
             has_logprobs=given.params.logprobs is not None,

@@ -24,6 +24,8 @@ SERVER_ERROR = "server_error"
 RATE_LIMIT = "rate_limit_error"
 _STATUS = {  # of refused requests, by code; others are 400
     "model_not_found": 404,
+    "adapter_not_found": 404,
+    "adapter_exists": 409,
     "session_not_found": 404,
     "events_dropped": 410,
     "no_weights_dir": 403,

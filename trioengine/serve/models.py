@@ -10,7 +10,8 @@ from urllib.parse import unquote
 
 from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded, RequestRejected
-from trioengine.serve.chat_request import ServedModel, check_model, engine_messages
+from trioengine.serve.asked_model import adapted_name, asked_model
+from trioengine.serve.chat_request import ServedModel, engine_messages
 from trioengine.serve.errors import ClientError
 from trioengine.serve.http import HttpRequest, HttpResponse, json_response
 from trioengine.serve.ids import unix_time
@@ -29,7 +30,7 @@ MODELS = "/v1/models"
 T = TypeVar("T", TokenizeRequest, DetokenizeRequest)
 _NO_IMAGES = "images are not tokenized here; usage.prompt_tokens counts them"
 
-_LIST = Operation("List the one model that is served", responses={200: ModelList})
+_LIST = Operation("List the model that is served, and its adapters", responses={200: ModelList})
 _RETRIEVE = Operation("Describe the model", responses={200: ModelResponse}, errors=(404,))
 _TOKENIZE = Operation(
     "Convert a text or messages to token ids",
@@ -71,22 +72,24 @@ class Models:
         self._created = unix_time()
 
     async def list(self, request: HttpRequest) -> HttpResponse:
-        return json_response(200, {"object": "list", "data": [self._to_json()]})
+        names = [self._model, *(adapted_name(self._model, adapter) for adapter in self._engine.adapters)]
+        return json_response(200, {"object": "list", "data": [self._to_json(name) for name in names]})
 
     async def retrieve(self, request: HttpRequest) -> HttpResponse:
-        check_model(unquote(request.path.removeprefix(MODELS + "/")), self._model)
-        return json_response(200, self._to_json())
+        name = unquote(request.path.removeprefix(MODELS + "/"))
+        return json_response(200, self._to_json(asked_model(name, self._model, self._engine.adapters).name))
 
-    def _to_json(self) -> dict[str, Any]:
+    def _to_json(self, name: str) -> dict[str, Any]:
         try:
             max_model_len = self._engine.limits.max_model_len
         except EngineOverloaded:  # not known yet
             max_model_len = None
         return {
-            "id": self._model,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "trioengine",
+            "parent": None if name == self._model else self._model,
             "max_model_len": max_model_len,
             "default_sampling_params": dict(self._engine.runtime.sampling_defaults),
         }
@@ -127,7 +130,7 @@ class Tokenization:
         def respond(body: bytes) -> HttpResponse:
             fields, known = load_body(body), type_.__struct_encode_fields__
             given = read(fields, type_)
-            check_model(given.model, self._model)
+            asked_model(given.model, self._model, self._engine.adapters)
             headers = self._unknown_fields.report(unknown_names(fields, known), known)
             response = json_response(200, function(given))  # JSON of a long result takes as long as the result
             return replace(response, headers=headers)

@@ -296,6 +296,19 @@ class AbortRequest(Struct, kw_only=True):
     abort_all: bool | None = None
 
 
+class LoadAdapterRequest(Struct, kw_only=True):
+    """The body of POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: Annotated[str, Meta(description="The name of its directory under --weights-dir.")]
+
+
+class UnloadAdapterRequest(Struct, kw_only=True):
+    """The body of POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
 class UpdateWeightsRequest(Struct, kw_only=True):
     """The body of POST /update_weights."""
 

@@ -253,6 +253,7 @@ class Model(Struct):
     object: Literal["model"]
     created: Annotated[int, Meta(description="The start of the server, in seconds since 1970.")]
     owned_by: Literal["trioengine"]
+    parent: Annotated[str | None, Meta(description="The model of an adapter; null for the model itself.")]
     max_model_len: Annotated[int | None, Meta(description="Tokens of the context; null until the engine is ready.")]
     default_sampling_params: Annotated[
         dict[str, float], Meta(description="The model's defaults of parameters that a request does not give.")
@@ -333,6 +334,10 @@ class PowerState(Struct):
 
 class Aborted(Struct):
     aborted: Annotated[int, Meta(ge=0, description="Requests that this call ends.")]
+
+
+class Adapters(Struct):
+    models: Annotated[list[str], Meta(description="The names of the model with each of its adapters.")]
 
 
 class Invariants(Struct):

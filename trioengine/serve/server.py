@@ -136,7 +136,7 @@ class Server:
             "/v1/completions": post(completions, COMPLETIONS),
             "/v1/embeddings": post(embeddings, EMBEDDINGS),
             **model_routes(engine, model, unknown_fields, self._tool_form),
-            **admin_routes(engine, self.in_flight, self.config.weights_dir),
+            **admin_routes(engine, model, self.in_flight, self.config.weights_dir),
         }
         return {
             **pages(

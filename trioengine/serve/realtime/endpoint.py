@@ -7,9 +7,9 @@ from contextlib import ExitStack
 import trio
 
 from trioengine.actors.engine import Engine
+from trioengine.serve.asked_model import AskedModel, asked_model
 from trioengine.serve.auth import Caller
 from trioengine.serve.body import DisconnectCounter
-from trioengine.serve.chat_request import check_model
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.errors import SERVER_ERROR, ClientError, OverBudget, Problem
 from trioengine.serve.http import HttpRequest
@@ -58,8 +58,7 @@ class RealtimeEndpoint:
     def check(self, request: HttpRequest, caller: Caller) -> None:
         """Raise ClientError to refuse a handshake."""
         handshake = Handshake.of(request)
-        for name in handshake.models:
-            check_model(name, self._model)
+        self._asked(handshake)
         if handshake.token is not None:
             self.sessions.find(handshake.token, caller.key).check_last(handshake.last)
         elif handshake.seconds is not None and len(self.sessions) >= self._config.max_connections:
@@ -72,25 +71,34 @@ class RealtimeEndpoint:
         if handshake.token is not None:
             await self._resume(websocket, handshake.token, handshake.last, caller)
         elif handshake.seconds is not None:
-            await self._serve_resumable(websocket, Window(handshake.seconds), caller)
+            await self._serve_resumable(websocket, Window(handshake.seconds), caller, self._asked(handshake))
         else:
-            await self._serve_once(websocket, caller, held)
+            await self._serve_once(websocket, caller, held, self._asked(handshake))
 
-    async def _serve_once(self, websocket: AcceptedWebSocket, caller: Caller, held: Held) -> None:
+    def _asked(self, handshake: Handshake) -> AskedModel:
+        """Return the last of the models that a client names. Raises ClientError for one that is not served."""
+        asked = AskedModel(self._model)
+        for name in handshake.models:
+            asked = asked_model(name, self._model, self._engine.adapters)
+        return asked
+
+    async def _serve_once(self, websocket: AcceptedWebSocket, caller: Caller, held: Held, asked: AskedModel) -> None:
         """Serve a session that ends with its connection."""
-        session = self._session(caller, held)
+        session = self._session(caller, held, asked)
         SESSION.set(session.id)
         carrier = session.attach(websocket)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(carrier.run)
             await session.run()
 
-    async def _serve_resumable(self, websocket: AcceptedWebSocket, window: Window, caller: Caller) -> None:
+    async def _serve_resumable(
+        self, websocket: AcceptedWebSocket, window: Window, caller: Caller, asked: AskedModel
+    ) -> None:
         with ExitStack() as stack:
             held = stack.enter_context(self._budget.holding(caller.key))
             if caller.sessions is not None:
                 stack.enter_context(caller.sessions.moved())
-            session = self._session(caller, held, window)
+            session = self._session(caller, held, asked, window)
             SESSION.set(session.id)
             carrier = session.attach(websocket)
             self.sessions.start(session, window, caller.key, stack.pop_all())
@@ -108,10 +116,12 @@ class RealtimeEndpoint:
         SESSION.set(session.id)
         await _carry(session, carrier)
 
-    def _session(self, caller: Caller, held: Held, window: Window | None = None) -> RealtimeConnection:
+    def _session(
+        self, caller: Caller, held: Held, asked: AskedModel, window: Window | None = None
+    ) -> RealtimeConnection:
         return RealtimeConnection(
-            ResponseRunner(self._engine, self._in_flight, caller.cache_salt),
-            self._model,
+            ResponseRunner(self._engine, self._in_flight, caller.cache_salt, asked.adapter),
+            asked.name,
             self._closing,
             disconnects=self._disconnects,
             held=held,

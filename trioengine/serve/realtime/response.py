@@ -257,9 +257,7 @@ class ConversationResponses:
     async def _respond(self, response: Response, sessions: AsyncExitStack) -> None:
         with report_failure(response):
             if self._session is None or self._session.end_cause is not None:
-                self._session = await sessions.enter_async_context(
-                    self._runner.engine.open_session(label=self._label, wait=False)
-                )
+                self._session = await sessions.enter_async_context(self._runner.open_session(self._label))
             await self._runner.run(self._session, response)
 
 
@@ -306,7 +304,7 @@ class OutOfBandResponses:
     async def _respond(self, response: Response) -> None:
         try:
             with report_failure(response):
-                async with self._runner.engine.open_session(label=self._label, wait=False) as session:
+                async with self._runner.open_session(self._label) as session:
                     await self._runner.run(session, response)
         finally:
             response.release()
@@ -317,10 +315,16 @@ class OutOfBandResponses:
 class ResponseRunner:
     """Runs one response on an engine session; operators can abort it by its id."""
 
-    def __init__(self, engine: Engine, in_flight: InFlight, cache_salt: bytes) -> None:
+    def __init__(self, engine: Engine, in_flight: InFlight, cache_salt: bytes, adapter: str | None = None) -> None:
+        """`adapter` is the name of the sessions' LoRA adapter."""
         self.engine = engine
         self._in_flight = in_flight
         self._cache_salt = cache_salt
+        self._adapter = adapter
+
+    def open_session(self, label: str) -> Session:
+        """A session for responses, to be entered."""
+        return self.engine.open_session(label=label, wait=False, adapter=self._adapter)
 
     async def run(self, session: Session, response: Response) -> None:
         """Make the response's messages the session's history and prompt, and stream the answer.
