@@ -3,8 +3,10 @@
 import pytest
 import trio
 
+from trioengine import EngineConfig
 from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded, RequestRejected
+from trioengine.testing import Simulation
 from trioengine.testing.toy_model import toy_answer
 from trioengine.testing.toy_weights import toy_adapted, toy_weights
 
@@ -172,3 +174,22 @@ async def test_a_worker_keeps_few_that_are_idle(engine, simulation, autojump_clo
         await engine.sleep()
         assert not held
         await engine.wake()
+
+
+async def test_those_of_the_configuration_come_first(autojump_clock):
+    """Until they are read, no other can take their names."""
+    refused = []
+    async with trio.open_nursery() as nursery:
+        simulation = Simulation(nursery, thread_passes=5)
+        engine = Engine(EngineConfig(model="toy", adapters=("one=adapters/one",)), ports=simulation.ports)
+        nursery.start_soon(engine.run)
+        while not engine.adapters:
+            try:
+                await engine.load_adapter("one", "adapters/two")
+            except EngineOverloaded as exc:
+                refused.append(exc.code)
+            await trio.lowlevel.checkpoint()
+        await engine.ready()
+        assert dict(engine.adapters) == {"one": "adapters/one"}
+        engine.close()
+    assert {*refused} == {"loading"}

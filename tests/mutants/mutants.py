@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import string
 
+from adapter_mutants import ADAPTER_MUTANTS
 from choice_mutants import CHOICE_MUTANTS
 from client_mutants import CLIENT_MUTANTS
 from gate_mutants import GATE_MUTANTS
@@ -37,6 +38,7 @@ _AROUND_IT = (
     *IMAGE_MUTANTS,
     *WORKER_MUTANTS,
     *STATE_MUTANTS,
+    *ADAPTER_MUTANTS,
     *SERVER_MUTANTS,
     *RESUME_MUTANTS,
     *TEXT_MUTANTS,

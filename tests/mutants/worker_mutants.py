@@ -192,7 +192,7 @@ WORKER_MUTANTS = (
         "F48",
         "requests with different cache salts share blocks of the prefix cache",
         replaced(block_manager, "root_digest", _forget_the_salt),
-        shows="computed under another cache salt",
+        shows="computed under another cache salt or adapter",
     ),
     Mutant(
         "F61",

@@ -115,8 +115,6 @@ async def test_one_that_the_worker_cannot_load(autojump_clock, clients):
 
 
 async def test_a_start_with_a_bad_one(autojump_clock):
-    with pytest.raises(
-        ModelError, match="adapter sql=adapters/other: path: .*: an adapter of another model"
-    ):
+    with pytest.raises(ModelError, match=r"^adapter sql=adapters/other: path: .*: an adapter of another model"):
         async with simulated_engine(EngineConfig(model="toy", adapters=("sql=adapters/other",))):
             pass

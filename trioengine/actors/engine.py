@@ -132,7 +132,6 @@ class Engine:
             with self._finding:
                 path = await runtime.ports.find_model(self.config.model, self._on_progress)
                 await runtime.read_model(path)
-                await runtime.read_adapters()
             if self._closing.is_set():
                 return
             async with open_unwrapped_nursery() as services:

@@ -113,7 +113,7 @@ class Runtime:
     # ---- the model ------------------------------------------------------------------------------------------------
 
     async def read_model(self, path: Path) -> None:
-        """Read the model's files and its sampling defaults.
+        """Read the model's files, its sampling defaults, and the adapters of the configuration.
 
         Raises ModelError, and InvalidConfig for a `max_model_len` beyond its context.
         """
@@ -121,6 +121,7 @@ class Runtime:
         if self.config.chat_template is not None:
             template = Path(self.config.chat_template)
             model = await self.ports.run_in_thread(with_chat_template, model, template)
+        await self._read_adapters(model)
         self._model = model
         self.config.check_context(model.context_length)
         self.sampling_defaults = await self.ports.run_in_thread(
@@ -132,12 +133,12 @@ class Runtime:
         name = f"model {self.config.model!r}"
         self._tokenizer = ChatTokenizer(model.tokenizer, model.chat_template, model.images, name)
 
-    async def read_adapters(self) -> None:
+    async def _read_adapters(self, model: ModelInfo) -> None:
         """Read the adapters of the configuration. Raises ModelError."""
         for given in self.config.adapters:
             name, _, path = given.partition("=")
             try:
-                await self.adapters.add(name, path, self.model)
+                await self.adapters.add(name, path, model)
             except RequestRejected as exc:
                 raise ModelError(f"adapter {given}: {exc.message}") from exc
 

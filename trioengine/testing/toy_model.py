@@ -25,6 +25,7 @@ from trioengine.testing.toy_tokenizer import IM_END as IM_END
 from trioengine.testing.toy_tokenizer import IM_START as IM_START
 from trioengine.testing.toy_tokenizer import VOCAB_SIZE as VOCAB_SIZE
 from trioengine.testing.toy_tokenizer import tokenizer_json
+from trioengine.testing.toy_weights import toy_adapted
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
 from trioengine.worker.scheduling.images import DecodedImage, ImageError, TileShape
@@ -173,17 +174,20 @@ def toy_answer(
     unwanted: Container[int] = (),
     min_tokens: int = 0,
     seed: int = 0,
+    adapter: str | None = None,
 ) -> list[int]:
     """The reference: the toy model's answer with these weights, the end token included; a `seed` is for hot answers.
+
+    `adapter` is the path of the session's adapter.
 
     It ends where it is complete by the grammar; in its first `min_tokens` tokens it avoids the `unwanted` ones.
     """
     follower = None if grammar is None else ToyFollower(grammar)
     values = array("L")
     answer: list[int] = []
-    embedded = toy_embeddings(images, tile.num_tokens, weights)
+    embedded, first = toy_embeddings(images, tile.num_tokens, weights), toy_adapted(weights, adapter)
     for position, token_id in enumerate(prompt):
-        values.append(toy_value(embedded.get(position, token_id), values[-1] if values else weights))
+        values.append(toy_value(embedded.get(position, token_id), values[-1] if values else first))
     while len(answer) < max_tokens and (ignore_eos or not answer or answer[-1] != IM_END):
         token_id = toy_next(values, seed)
         if follower is not None:

@@ -26,7 +26,7 @@ from trioengine.testing.toy_model import (
     toy_next,
     toy_value,
 )
-from trioengine.testing.toy_weights import toy_weights
+from trioengine.testing.toy_weights import toy_adapted, toy_weights
 
 EOS = frozenset({IM_END, END_OF_TEXT})
 
@@ -40,10 +40,11 @@ def check_answer(
     paths: Sequence[str],
     images: tuple[ToyImage, ...] = (),
     tools: Offered | None = None,
+    adapter: str | None = None,
 ) -> None:
     """It is the model's; or an abort, by one of the causes that there were, with a part of the model's.
 
-    With tools it is divided into text and calls.
+    With tools it is divided into text and calls. `adapter` is the path of the session's adapter.
     """
     room = max_model_len - len(prompt)
     versions, ids, text = completion.weight_versions, completion.token_ids, completion.text
@@ -51,7 +52,7 @@ def check_answer(
     weights = [toy_weights(paths[version]) for version in versions]
     length = min(room, params.max_tokens or room)
     if len(set(weights)) > 1:
-        check_mixed(completion, prompt, weights, images, params, min(params.min_tokens, length), tools)
+        check_mixed(completion, prompt, weights, images, params, min(params.min_tokens, length), tools, adapter)
         return
     assert not (ids and is_bad(params.grammar)), f"its grammar cannot be compiled, and it is answered: {text!r}"
     if ids:
@@ -66,6 +67,7 @@ def check_answer(
         stop_token_ids=params.stop_token_ids,
         images=images,
         grammar=None if is_bad(params.grammar) else params.grammar,
+        adapter=adapter,
     )
     check_logprobs(completion, params)
     if completion.finish_reason is FinishReason.ABORT:
@@ -133,6 +135,7 @@ def check_mixed(
     params: SamplingParams,
     min_tokens: int,
     tools: Offered | None,
+    adapter: str | None,
 ) -> None:
     """Check that each token comes from the weights of its time; these changed on the way, in this order."""
     ids = completion.token_ids
@@ -141,7 +144,7 @@ def check_mixed(
     ends = EOS.union(params.stop_token_ids)
     for at, token in enumerate(ids):
         history = (*prompt, *ids[:at])
-        drawn = [_next(history, each, images) for each in weights]
+        drawn = [_next(history, each, images, adapter) for each in weights]
         if follower is not None:
             assert not follower.is_complete, f"{ids} is complete by its grammar after {at} tokens, and goes on"
             drawn = [follower.replacement(each, ends if at < min_tokens else ()) for each in drawn]
@@ -158,11 +161,11 @@ def check_mixed(
 
 
 @lru_cache(maxsize=1 << 12)
-def _next(history: tuple[int, ...], weights: int, images: tuple[ToyImage, ...]) -> int:
+def _next(history: tuple[int, ...], weights: int, images: tuple[ToyImage, ...], adapter: str | None) -> int:
     values = array("L")
-    embedded = toy_embeddings(images, TOY_TILE.num_tokens, weights)
+    embedded, first = toy_embeddings(images, TOY_TILE.num_tokens, weights), toy_adapted(weights, adapter)
     for position, token_id in enumerate(history):
-        values.append(toy_value(embedded.get(position, token_id), values[-1] if values else weights))
+        values.append(toy_value(embedded.get(position, token_id), values[-1] if values else first))
     return toy_next(values)
 
 
@@ -186,6 +189,7 @@ def reference(
     images: tuple[ToyImage, ...] = (),
     grammar: Grammar | None = None,
     seed: int = 0,
+    adapter: str | None = None,
 ) -> Answer:
     """The model's answer, by its own arithmetic: end tokens and stop strings do not end a shorter answer.
 
@@ -204,6 +208,7 @@ def reference(
             unwanted=EOS.union(stop_token_ids),
             min_tokens=shortest,
             seed=seed,
+            adapter=adapter,
         )
     )
     end_tokens = {*stop_token_ids} | (set() if ignore_eos else EOS)

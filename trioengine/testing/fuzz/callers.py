@@ -65,6 +65,8 @@ class SessionHolder:
     overflow: Overflow = "refuse"
     history: tuple[Turn, ...] = ()  # that it is opened with, as `messages`
     messages: list[dict[str, Any]] | None = None
+    adapter: str | None = None  # the name of the one that it asks for, if the engine has it
+    adapter_path: str | None = None  # of the one that it has
     deadline: float = math.inf  # of opening it
     session: Session | None = None
     error: EngineError | None = None
@@ -97,8 +99,14 @@ class SessionHolder:
             self.life.end()
 
     async def _hold(self) -> None:
+        adapter = self.adapter if self.adapter in self.engine.adapters else None
+        self.adapter_path = None if adapter is None else self.engine.adapters[adapter]
         opening = self.engine.open_session(
-            wait=self.wait, timeout=self.timeout, overflow=self.overflow, history=self.messages
+            wait=self.wait,
+            timeout=self.timeout,
+            overflow=self.overflow,
+            history=self.messages,
+            adapter=adapter,
         )
         async with opening as session:
             self.session = session

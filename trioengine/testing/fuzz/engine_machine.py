@@ -27,7 +27,7 @@ from trioengine.testing.fuzz.conversations import (
 )
 from trioengine.testing.fuzz.oracles import asked, committed
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.sessions_machine import TURN_LENGTHS
+from trioengine.testing.fuzz.sessions_machine import ADAPTERS, TURN_LENGTHS
 from trioengine.testing.fuzz.tools_machine import ToolsMachine
 from trioengine.testing.fuzz.world import CONFIG
 
@@ -54,7 +54,7 @@ class EngineMachine(ToolsMachine):
     Requests in flight fail with their worker; in the machines built on it, and for servers, they go on.
     """
 
-    config = replace(CONFIG, on_worker_loss="fail")
+    config = replace(CONFIG, on_worker_loss="fail", adapters=ADAPTERS)
 
     def __init__(self) -> None:
         super().__init__()

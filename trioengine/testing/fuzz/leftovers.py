@@ -29,8 +29,9 @@ _CONSTANTS = (EngineConfig, Limits)
 KEPT = frozenset(  # by the attributes that lead to them
     {
         *("engine.observers", "engine.gate.ledger.finish_reasons", "engine.gate.ledger.abort_causes"),
-        *("engine.gate.ledger._states", "engine.grammars._good"),
+        *("engine.gate.ledger._states", "engine.grammars._good", "engine.adapters._by_name"),
         *("worker._scheduler.blocks._free", "worker._scheduler.blocks._ref_counts"),
+        "worker._adapters._loaded",
         # the prefix cache and the encoder cache
         *(f"worker._scheduler.blocks.{name}" for name in ("_cached", "_contents", "_by_digest", "_by_branch")),
         *(f"worker._scheduler.blocks.states.{name}" for name in ("_free", "_kept")),

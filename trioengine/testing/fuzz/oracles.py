@@ -166,7 +166,17 @@ def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults, req
                 assert faults.closing, f"the engine was not closed, and {expected}"
         return
     params = reader.answered_params
-    check_answer(generation.completion, prompt, params, max_model_len, causes, faults.paths, images, reader.tools)
+    check_answer(
+        generation.completion,
+        prompt,
+        params,
+        max_model_len,
+        causes,
+        faults.paths,
+        images,
+        reader.tools,
+        reader.holder.adapter_path,
+    )
     if generation.completion.token_ids:
         found_turns = generation.completion.dropped_turns
         assert found_turns == dropped_turns, f"{found_turns} turns are dropped, {dropped_turns} are too many"

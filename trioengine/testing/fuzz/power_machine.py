@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import trio
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
 from trioengine.actors.observer import Observer, Slot
-from trioengine.core.errors import EngineAsleep, TransitionFailed
+from trioengine.core.errors import EngineAsleep, EngineOverloaded, RequestRejected, TransitionFailed
 from trioengine.core.lifecycle import Phase, Power, PowerStage
 from trioengine.core.power import TagName
 from trioengine.core.sampling_params import SamplingParams
@@ -26,6 +27,7 @@ from trioengine.testing.fuzz.misuse import CALLS, check_refused_call
 from trioengine.testing.fuzz.oracles import check_line
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.promptness import Wait
+from trioengine.testing.fuzz.sessions_machine import ADAPTERS
 from trioengine.testing.fuzz.state_readers import StateLog, StateReader
 from trioengine.testing.fuzz.tools_machine import CALLING, LONGEST, PLACES, moment_of
 from trioengine.testing.fuzz.world import CONFIG
@@ -61,7 +63,7 @@ ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
 class PowerMachine(EngineMachine):
     """The rules of EngineMachine, and of the operator of the engine."""
 
-    config = CONFIG
+    config = replace(CONFIG, adapters=ADAPTERS)
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,6 +112,15 @@ class PowerMachine(EngineMachine):
         timeout = self._excuse_aborts(mode)
         call = functools.partial(self.engine.update_weights, path, mode=_name(mode), timeout=timeout)
         self._change("update", call, path, mode=mode.split()[0], timeout=timeout)
+
+    @recorded(name=st.sampled_from(("one", "two")), version=st.integers(1, 2))
+    def change_adapter(self, name: str, version: int) -> None:
+        """Unload an adapter, which sessions may have, or load one of this name from another directory."""
+        if name in self.engine.adapters:
+            self.engine.unload_adapter(name)
+        else:
+            load = functools.partial(self.engine.load_adapter, name, f"adapters/{name}-{version}")
+            self._call("load adapter", load, (RequestRejected, EngineOverloaded))
 
     @precondition(lambda self: self.open_holders and self.engine.state is Power.AWAKE)
     @recorded(

@@ -40,6 +40,8 @@ from trioengine.testing.fuzz.world import LIMITS, MORE_VARIANTS
 TURN_LENGTHS = (1, 2, 3, 5, 7, 8, 9, 16, 24, 40, 95, 96, 97)  # of those in open sessions: there is room for several
 NOT_ASLEEP = (Power.AWAKE, Power.DRAINING, Power.CLOSED)
 SALTS = ("", "", "mine")  # of the requests in turn, as the next two
+ADAPTERS = ("one=adapters/one", "two=adapters/two")  # of the engine
+ADAPTER_NAMES = ("one", "one", None, "two")  # of the sessions in turn
 LOGPROBS = (None, 2, None, None, 0)
 STOP_TOKENS = ((), (), (), (), (), (), (ord("e"), ord(" ")))
 
@@ -122,7 +124,8 @@ class SessionsMachine(CallsMachine):
         messages: list[dict[str, Any]] | None = None,
     ) -> None:
         overflow: Overflow = "drop_oldest_turns" if len(self.holders) % 2 else "refuse"
-        holder = SessionHolder(Life(self.faults), self.engine, wait, timeout, overflow, history, messages)
+        adapter = ADAPTER_NAMES[len(self.holders) % len(ADAPTER_NAMES)]
+        holder = SessionHolder(Life(self.faults), self.engine, wait, timeout, overflow, history, messages, adapter)
         self.holders.append(holder)
         self.loop.start_soon(holder.run, name=f"holder-{len(self.holders)}")
 
