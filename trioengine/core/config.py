@@ -78,6 +78,7 @@ class WorkerConfig:
     quantization: str = "auto"  # auto, none, int8, gguf
     kv_cache_dtype: str = "auto"  # auto: dtype; int8
     batch_invariant: bool = False  # an error unless logits have the same bits whatever shares a step
+    draft_model_path: str | None = None  # of a smaller model, which drafts for the other
     asleep: tuple[Tag, ...] = ()  # not to be loaded before WAKE
 
 
