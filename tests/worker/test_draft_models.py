@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import tiny_decoders, tiny_embedder
 from helpers.sleeping_runner import EXPECTED, KV_BYTES, KV_CACHE, WEIGHTS, asleep, fall_asleep
-from helpers.torch_driver import generate, load, run, spoil
+from helpers.torch_driver import backend, generate, load, run, spoil
 
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.power import ALL_TAGS
@@ -28,9 +28,9 @@ def drafted(runner, prompts, **limits):
     return [sequence.output for sequence in sequences], statistics
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture(params=["native", "torch", "cuda"])
 def kernels(request):
-    return {"kernels": request.param}
+    return backend(request.param)
 
 
 def test_a_model_drafts_for_itself(path, prompt, kernels):
