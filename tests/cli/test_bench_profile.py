@@ -80,11 +80,16 @@ def test_work_beyond_the_context(path):
     assert "256" in ended.stderr
 
 
-@pytest.mark.parametrize("option", ["--structured", "--enable-prefix-caching", "--num-speculative-tokens=4"])
+@pytest.mark.parametrize(
+    "option", ["--structured", "--enable-prefix-caching", "--num-speculative-tokens=4", "--draft-model=any"]
+)
 def test_options_that_it_does_not_have(path, option):
     ended = run(path, option)
     assert ended.returncode == 2
-    assert "--profile runs without --structured, --enable-prefix-caching and --num-speculative-tokens" in ended.stderr
+    assert (
+        "--profile runs without --structured, --enable-prefix-caching, --num-speculative-tokens and --draft-model"
+        in ended.stderr
+    )
 
 
 def test_without_a_compiler(path, tmp_path):

@@ -65,6 +65,7 @@ OPTIONAL = {
     "prompt_logprobs",
     "grammar",
     "num_speculative_tokens",
+    "draft_model",
     "chat_template",
     "max_model_len",
     "kv_cache_memory",
@@ -229,6 +230,7 @@ BAD_CONFIG = {
     "generation_config": ["", "a\0b", "\ud800", *NO_NUMBERS[1:]],
     "chat_template": ["", "a\0b", "\ud800", *NO_NUMBERS[1:]],
     "adapters": ["sql=dir", ("sql",), ("=dir",), ("sql=",), (7,), None],
+    "draft_model": ["", "a\0b", "\ud800", *NO_NUMBERS[1:]],
     "on_worker_loss": ["", "retry", *NO_NUMBERS],
     "device": ["tpu", "cuda:", "cuda:x", "cuda:-1", "cuda:128", "cuda:01", "cuda:٣", "cuda:" + "9" * 20, *NO_NUMBERS],
     "dtype": ["int4", *NO_NUMBERS],
@@ -312,6 +314,8 @@ def test_the_greatest_configuration_travels():
 def test_the_worker_gets_its_part():
     config = EngineConfig(device="cuda:1", dtype="float32", max_model_len=100, num_threads=2).for_worker("/m.gguf")
     assert (config.model_path, config.device, config.max_model_len, config.num_threads) == ("/m.gguf", "cuda:1", 100, 2)
+    drafting = EngineConfig(draft_model="small").for_worker("/m.gguf", "/small.gguf")
+    assert (config.draft_model_path, drafting.draft_model_path) == (None, "/small.gguf")
 
 
 def test_the_ledger_balances_on_every_way():

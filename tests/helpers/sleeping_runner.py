@@ -46,7 +46,7 @@ def fall_asleep(runner, level):
     """At level 2 no memory has the weights, as after an update of what sleeps."""
     runner.sleep()
     if level == 2:
-        runner.update_weights(runner._weights._path)
+        runner.update_weights(runner.target.weights._path)
 
 
 def another_architecture(directory):

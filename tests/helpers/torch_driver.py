@@ -68,7 +68,7 @@ def logprobs_after(runner, tokens):
     output = SchedulerOutput((ScheduledSequence(sequence, len(tokens)),))
     batch = make_batch(output, runner.info.block_size).to(runner.model.device)
     with torch.inference_mode():
-        hidden = runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache))
+        hidden = runner.model.forward(batch, runner.target.spec.kernels.attention(batch, runner.cache))
         return runner.model.logits(hidden)[0].float().log_softmax(dim=-1)
 
 
@@ -98,7 +98,7 @@ def run(runner, prompts, params, limits, adapters=()):
         "state_slots": runner.info.state_slots,
         **limits,
     }
-    scheduler = Scheduler(Limits(**limits))
+    scheduler = Scheduler(Limits(**limits), drafter=runner)
     sequences = [Sequence(i, i, list(prompt), len(prompt), params, frozenset()) for i, prompt in enumerate(prompts)]
     for sequence, adapter in zip_longest(sequences, adapters, fillvalue=NO_ADAPTER):
         sequence.adapter = adapter

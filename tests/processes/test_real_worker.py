@@ -290,3 +290,18 @@ def test_cold_imports():
         program = f"import sys, {module}; print(*[name for name in {forbidden!r} if name in sys.modules])"
         loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         assert loaded.stdout.strip() == "", f"import {module} loads {loaded.stdout}"
+
+
+async def test_a_model_drafts_for_itself(in_time, config):
+    """Drafts are kept, and the answers are those without; so after a death."""
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    async with open_engine(config) as engine:
+        plain = await engine.generate("Tell me a story.", params)
+    drafting = replace(config, draft_model=config.model, num_speculative_tokens=4, on_worker_loss="resume")
+    async with open_engine(drafting) as engine:
+        for _ in range(2):
+            assert (await engine.generate("Tell me a story.", params)).token_ids == plain.token_ids
+            statistics = engine.statistics()
+            assert statistics.draft_tokens >= statistics.accepted_tokens > 20
+            os.kill(statistics.worker_pid, signal.SIGKILL)
+            await engine.ready()

@@ -57,7 +57,7 @@ def logits_of(runner: TorchModelRunner, tokens: list[int]) -> Tensor:
         with torch.inference_mode():
             batch = make_batch(output, info.block_size)
             every = replace(batch, sample_rows=torch.arange(len(batch.token_ids)))
-            hidden = runner.model.forward(every, runner._spec.kernels.attention(every, runner.cache))
+            hidden = runner.model.forward(every, runner.target.spec.kernels.attention(every, runner.cache))
             found.append(runner.model.logits(hidden).float())
         scheduler.update(output, runner.execute(output))
     return torch.cat(found)[: len(tokens)]

@@ -191,6 +191,6 @@ def test_a_gguf_file_has_the_same_weights(tmp_path, variant):
         torch.testing.assert_close(stored.read(name, torch.float32), tensor, rtol=0, atol=1e-6)
     if variant != "phi3-long":
         runner = load(tiny_decoders.write(tmp_path / "hf", variant), kv_cache_memory=8 << 20)
-        with runner._spec.opened(str(tmp_path / "tiny.gguf")):
+        with runner.target.spec.opened(str(tmp_path / "tiny.gguf")):
             pass
     stored.close()

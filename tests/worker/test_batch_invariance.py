@@ -68,7 +68,7 @@ def step(runner, output, found):
         if runner.states is not None:
             runner.states.copy(output.state_copies)
         batch = make_batch(output, runner.info.block_size)
-        hidden = runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache), runner.states)
+        hidden = runner.model.forward(batch, runner.target.spec.kernels.attention(batch, runner.cache), runner.states)
         logits = runner.model.logits(hidden)
         sampled = sample(logits, [entry.sequence for entry in output.scheduled if entry.samples])
     for row, token in zip(logits, sampled, strict=True):

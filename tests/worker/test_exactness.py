@@ -23,6 +23,7 @@ from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import token_ids
 from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.sequence import Limits
+from trioengine.worker.scheduling.speculation import shared
 
 FEW = 25
 PROGRAMS = int(os.environ.get("EXACTNESS_PROGRAMS", FEW))
@@ -128,18 +129,21 @@ class Model:
         return life.answers[0]
 
 
-class Drafter:
-    """Knows the answer of a sequence; each third token of its drafts is wrong."""
+class Oracle:
+    """A runner that knows the answers of a life; each third token of its drafts is wrong."""
 
-    def __init__(self, answer, num_prompt_tokens):
-        self.answer, self.num_prompt_tokens = answer, num_prompt_tokens
+    def __init__(self, runner, life):
+        self.runner, self.life = runner, life
+        self.execute = runner.execute
 
-    def draft(self, token_ids, most):
-        places = range(len(token_ids) - self.num_prompt_tokens, len(self.answer.tokens))[:most]
-        return tuple(self.answer.tokens[place] ^ (place % 3 == 0) for place in places)
+    def draft(self, wanted, room):
+        shares = shared([each.most for each in wanted], room)
+        return [self._drafted(each.sequence, share) for each, share in zip(wanted, shares, strict=True)]
 
-    def learn(self, num_drafted, num_accepted):
-        """Nothing is left to be learnt."""
+    def _drafted(self, sequence, share):
+        tokens = self.life.model.alone[self.life.numbers[sequence.request]].tokens
+        places = range(sequence.num_output_tokens, len(tokens))[:share]
+        return tuple(tokens[place] ^ (place % 3 == 0) for place in places)
 
 
 class Life:
@@ -155,13 +159,13 @@ class Life:
 
     def start(self):
         """A new worker, whose caches have never been written."""
-        spoil(self.model.runner.cache)
-        if self.model.runner.states is not None:
-            spoil(self.model.runner.states)
-        self.core = EngineCore(self.model.runner, self.limits, lambda: 0.0, new_drafter=self.drafter)
-
-    def drafter(self, sequence):
-        return Drafter(self.model.alone[self.numbers[sequence.request]], sequence.num_prompt_tokens)
+        runner = self.model.runner
+        for loaded in runner.loaded:
+            spoil(loaded.cache)
+            if loaded.states is not None:
+                spoil(loaded.states)
+        drafting = runner if runner.draft_model is not None else Oracle(runner, self)
+        self.core = EngineCore(drafting, self.limits, lambda: 0.0)
 
     def add(self, number):
         self.numbers.append(number)
@@ -287,8 +291,22 @@ def test_random_programs(tiny_llama, tmp_path, name):
         kinds = dict.fromkeys(tiny_llama.tensors({**tiny_llama.BASE, **shape}), kind)
         kinds = {name: kind for name in kinds if "norm" not in name}
         path = write_gguf(tiny_llama, tmp_path / "model.gguf", "plain", kinds=kinds, **shape)
-    options = {"max_model_len": CONTEXT, "kv_cache_memory": 4 << 20}
-    model = Model(load(path, **options, **config))
+    check_programs(load(path, max_model_len=CONTEXT, kv_cache_memory=4 << 20, **config))
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "integers in the cache"])
+def test_random_programs_with_a_draft_model(tiny_llama, tmp_path, name):
+    """Half of its layers are those of the model, so that it is right now and then."""
+    vocab_size, _, config = MODELS[name]
+    shape = {"hidden_size": 96, "intermediate_size": 160, "vocab_size": vocab_size}
+    path = tiny_llama.write(tmp_path / "model", "bias", num_hidden_layers=2, **shape)
+    draft = tiny_llama.write(tmp_path / "draft", "bias", num_hidden_layers=1, **shape)
+    options = {"max_model_len": CONTEXT, "kv_cache_memory": 4 << 20, "draft_model_path": str(draft)}
+    check_programs(load(path, **options, **config))
+
+
+def check_programs(runner):
+    model = Model(runner)
     happened = Counter()
 
     @OPTIONS

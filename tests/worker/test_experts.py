@@ -174,7 +174,7 @@ def forward(runner, prompts):
         entries.append(ScheduledSequence(sequence, len(prompt)))
     batch = make_batch(SchedulerOutput(tuple(entries)), runner.info.block_size)
     batch = replace(batch, sample_rows=batch.output_rows)
-    return runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache))
+    return runner.model.forward(batch, runner.target.spec.kernels.attention(batch, runner.cache))
 
 
 def experts_of(runner):
@@ -209,7 +209,7 @@ def test_a_router_is_never_of_integers(tmp_path):
 def test_experts_without_rows_cost_nothing(tmp_path):
     """The operations are of the rows of each token's experts, and the bytes of the experts that have rows."""
     runner = load(tiny_decoders.write(tmp_path, "qwen3-moe-dense"))
-    profile = runner._spec.kernels.products.profile = Profile()
+    profile = runner.target.spec.kernels.products.profile = Profile()
     runner.model.logits(forward(runner, [[5]]))
     parts = profile.parts
     (experts,) = experts_of(runner)  # of the second layer; the fourth is among `mlp_only_layers`

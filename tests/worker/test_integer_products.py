@@ -17,7 +17,7 @@ from trioengine.worker.kernels.integer_weights import GROUP, IntegerWeight, can_
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.runner.linear_choice import LinearChoice
-from trioengine.worker.runner.model_weights import ModelSpec
+from trioengine.worker.runner.model_spec import ModelSpec
 from trioengine.worker.weights import open_checkpoint
 from trioengine.worker.weights.blocks import dequantize_exact, read_integers
 

@@ -6,7 +6,7 @@ from helpers.torch_driver import load, needs_cuda
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
-from trioengine.worker.runner.model_weights import ModelSpec
+from trioengine.worker.runner.model_spec import ModelSpec
 
 TOTAL = 10_000_000  # bytes
 PER_BLOCK = 2 * 3 * 2 * 8 * 4 * 16  # keys and values, layers, heads, head size, float32, tokens

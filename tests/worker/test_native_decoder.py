@@ -173,7 +173,7 @@ def test_more_output_rows_than_tokens_are_refused(tiny_llama, tmp_path):
     batch = make_batch(SchedulerOutput((entry,)), runner.info.block_size)
     many = replace(batch, sample_rows=torch.zeros(2, dtype=torch.int64))
     with pytest.raises(InvariantError, match="a batch of 1 tokens has 2 output rows"):
-        runner.model.forward(many, runner._spec.kernels.attention(many, runner.cache))
+        runner.model.forward(many, runner.target.spec.kernels.attention(many, runner.cache))
 
 
 def test_integers_and_other_weights_as_layer_by_layer(tiny_llama, tmp_path, load_both):

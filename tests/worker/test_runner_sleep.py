@@ -80,7 +80,7 @@ def test_the_same_tokens_after_sleep(runner, prompt, levels, order):
             runner.wake(tags)
         assert answer(runner, prompt) == EXPECTED
         assert facts(runner) == before
-        assert len(runner.cache.layers[0]) == runner.info.kv_blocks_total + (runner._padding is not None)
+        assert len(runner.cache.layers[0]) == runner.info.kv_blocks_total + (runner.target.padding is not None)
 
 
 def test_asleep_in_part_and_asleep_again(runner, prompt):
@@ -206,7 +206,7 @@ def test_a_model_runs_on_after_its_weights_were_moved(tiny_llama, tmp_path, monk
         model = LlamaModel(checkpoint.config, reader, TorchKernels(checkpoint.config.num_heads, torch.float32), 256)
     checkpoint.close()
     expected = answer(runner, tiny_llama.PROMPT)
-    runner._weights._state = type(runner._weights._state)(model, reader.in_use())
+    runner.target.weights._state = type(runner.target.weights._state)(model, reader.in_use())
     size = sum(tensor.untyped_storage().nbytes() for tensor in reader.in_use())
     assert size == sum(info.nbytes for name, info in checkpoint.tensors.items() if name in wanted)
     fall_asleep(runner, 1)
@@ -246,7 +246,7 @@ def test_the_memory_of_a_gpu_is_free_while_the_worker_sleeps(tiny_llama, tmp_pat
         device="cuda",
         kv_cache_memory=256 << 20,
     )
-    weights = sum(tensor.nbytes for tensor in runner._weights._state.tensors)
+    weights = sum(tensor.nbytes for tensor in runner.target.weights._state.tensors)
     expected = answer(runner, prompt)
     for _ in range(2):
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()

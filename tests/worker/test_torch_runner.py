@@ -14,7 +14,7 @@ from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.kernels.kv_cache import KVCache, KVLayout
 from trioengine.worker.runner.model_runner import TorchModelRunner
-from trioengine.worker.runner.model_weights import choose_device, choose_dtype
+from trioengine.worker.runner.model_spec import choose_device, choose_dtype
 from trioengine.worker.scheduling.sequence import BlockCopy, ScheduledSequence, SchedulerOutput, Sequence
 
 VARIANTS = reference("tiny_reference.json")
@@ -51,9 +51,9 @@ def test_logprob_is_that_of_transformers(tiny_llama, runner, variant):
 def test_a_cache_of_8_bits(tiny_llama, tmp_path, variant, options, pieces):
     """Nearly as exact, for a prompt in chunks and for a single token, in a third of the memory."""
     runner = load(tiny_llama.write(tmp_path, variant), kv_cache_memory=1 << 20, kv_cache_dtype="int8", **options)
-    model = runner._spec.model.text
+    model = runner.target.spec.model.text
     per_block = 2 * model.num_layers * model.num_kv_heads * (model.head_dim + 4) * 16
-    num_blocks = (1 << 20) // per_block - (runner._padding is not None)
+    num_blocks = (1 << 20) // per_block - (runner.target.padding is not None)
     assert (runner.info.kv_blocks_total, runner.info.kv_cache_dtype) == (num_blocks, "int8")
     assert sum(tensor.nbytes for tensor in (*runner.cache.layers, *runner.cache.scales)) <= 1 << 20
     params = ResolvedParams(temperature=0.0, seed=0, logprobs=0)

@@ -74,7 +74,7 @@ class Driver:
                 embeddings=self.embedded(batch, sequence.token_ids[:before]),
                 sample_rows=torch.tensor([count - 1], device=runner.model.device),
             )
-            hidden = runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache))
+            hidden = runner.model.forward(batch, runner.target.spec.kernels.attention(batch, runner.cache))
             return int(runner.model.logits(hidden)[0].argmax())
 
     def embedded(self, batch, before):

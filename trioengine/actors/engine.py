@@ -132,6 +132,9 @@ class Engine:
             with self._finding:
                 path = await runtime.ports.find_model(self.config.model, self._on_progress)
                 await runtime.read_model(path)
+                if self.config.draft_model is not None:
+                    draft_path = await runtime.ports.find_model(self.config.draft_model, self._on_progress)
+                    await runtime.read_draft_model(draft_path)
             if self._closing.is_set():
                 return
             async with open_unwrapped_nursery() as services:

@@ -68,7 +68,7 @@ from trioengine.core.messages import (
 from trioengine.core.power import sorted_tags
 from trioengine.core.sampling_params import Overflow
 from trioengine.hub.generation_config import sampling_defaults
-from trioengine.hub.model_info import ModelInfo, with_chat_template
+from trioengine.hub.model_info import ModelInfo, check_same_tokens, with_chat_template
 from trioengine.text.chat_template import NO_VARIABLES
 from trioengine.text.chat_tokenizer import ChatTokenizer
 
@@ -109,6 +109,7 @@ class Runtime:
         self.sampling_defaults: Mapping[str, float] = {}  # of requests, by parameter, once the model's files are read
         self._tokenizer: ChatTokenizer | None = None
         self._limits: Ready | None = None
+        self._draft_path: str | None = None  # of the draft model, if there is one
 
     # ---- the model ------------------------------------------------------------------------------------------------
 
@@ -141,6 +142,12 @@ class Runtime:
                 await self.adapters.add(name, path, model)
             except RequestRejected as exc:
                 raise ModelError(f"adapter {given}: {exc.message}") from exc
+
+    async def read_draft_model(self, path: Path) -> None:
+        """Read the draft model's files. Raises ModelError where its tokens are not the model's."""
+        draft = await self.ports.run_in_thread(self.ports.read_model, path)
+        await self.ports.run_in_thread(check_same_tokens, draft, self.model)
+        self._draft_path = str(path)
 
     @property
     def model(self) -> ModelInfo:
@@ -276,7 +283,7 @@ class Runtime:
         path, version = self.power.weights
         limits = self._limits
         asleep = sorted_tags(self.power.desired_worker.asleep)
-        config = replace(self.config.for_worker(path), weight_version=version, asleep=asleep)
+        config = replace(self.config.for_worker(path, self._draft_path), weight_version=version, asleep=asleep)
         if limits is None:
             return config
         return replace(  # as they were
@@ -367,7 +374,10 @@ class Runtime:
         integers = "" if limits.quantization == "none" else f", quantization {limits.quantization}"
         if limits.kv_cache_dtype != limits.dtype:
             integers += f", KV cache {limits.kv_cache_dtype}"
-        logger.info("%s: %s on %s, %s kernels%s", state, self.config.model, limits.device, limits.kernels, integers)
+        models = self.config.model
+        if self.config.draft_model is not None:
+            models += f" with drafts by {self.config.draft_model}"
+        logger.info("%s: %s on %s, %s kernels%s", state, models, limits.device, limits.kernels, integers)
         asked, has = self.config.max_model_len, limits.max_model_len
         if asked is not None and asked > has:
             hint = "kv_cache_memory makes it larger"

@@ -87,7 +87,8 @@ HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
     "min_tokens": "No end before that many tokens.",
     "ignore_eos": "Do not end at the model's end token.",
     "skip_special_tokens": "Leave special tokens out of the text.",
-    "num_speculative_tokens": "Tokens drafted a step, at most, where the text repeats itself.",
+    "num_speculative_tokens": "Tokens drafted a step, at most: where the text repeats itself, or by --draft-model.",
+    "draft_model": "A smaller model of the same vocabulary, which drafts tokens; named or found as the model is.",
 }
 PANELS = {
     "Model": (
@@ -115,6 +116,7 @@ PANELS = {
         "encoder_cache_memory",
         "payload_memory",
         "num_speculative_tokens",
+        "draft_model",
     ),
     "Network": (
         "host",

@@ -41,7 +41,8 @@ def run_server(
     if log_json:
         log_what_python_prints()
     raise_fd_limit()
-    locate(config.model)  # raises before the server listens, if the name cannot be a model's
+    for model in filter(None, (config.model, config.draft_model)):
+        locate(model)  # raises before the server listens, if the name cannot be a model's
     trio.run(_serve_with_log, config, serve_config, nullcontext() if log_json else progress_bars())
 
 

@@ -78,6 +78,7 @@ class WorkerConfig:
     quantization: str = "auto"  # auto, none, int8, gguf
     kv_cache_dtype: str = "auto"  # auto: dtype; int8
     batch_invariant: bool = False  # an error unless logits have the same bits whatever shares a step
+    draft_model_path: str | None = None  # of a smaller model, which drafts for the other
     asleep: tuple[Tag, ...] = ()  # not to be loaded before WAKE
 
 
@@ -115,6 +116,7 @@ class EngineConfig:
     kv_cache_dtype: KVCacheDType = "auto"  # auto: dtype; int8: 8-bit integers, with a scale for each token and head
     batch_invariant: bool = False  # an error unless answers have the same bits whatever shares a step: native kernels
     num_speculative_tokens: int = 0  # tokens drafted a step, at most, for requests that do not choose; 0: none
+    draft_model: str | None = None  # as model: a smaller one of the same vocabulary, which drafts; None: prompt lookup
     startup_timeout: float = 120.0  # without progress while the worker loads
     step_timeout: float = 300.0  # one step longer than that is death
     unresponsive_timeout: float = 10.0  # no answer to a PING for that long is death
@@ -136,6 +138,8 @@ class EngineConfig:
         if self.chat_template is not None:
             self._validate("chat_template", path, "a file")
         self._validate("adapters", _adapters)
+        if self.draft_model is not None:
+            self._validate("draft_model", path, "a name or a path")
         if self.device not in _DEVICES:
             raise InvalidConfig.of("device", f"must be auto, cpu, cuda or cuda:N, got {brief(self.device)}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
@@ -191,10 +195,14 @@ class EngineConfig:
             rule = f"must be at most {context_length}, the context of model {self.model!r}"
             raise InvalidConfig.of("max_model_len", f"{rule}, got {self.max_model_len}")
 
-    def for_worker(self, model_path: str) -> WorkerConfig:
-        """Return the worker's part: all fields that both have, for the file or directory that `model` was found at."""
+    def for_worker(self, model_path: str, draft_model_path: str | None = None) -> WorkerConfig:
+        """Return the worker's part: all fields that both have.
+
+        The paths are those that `model` and `draft_model` were found at.
+        """
         shared = [name for name in field_names(WorkerConfig) if name in field_names(EngineConfig)]
-        return WorkerConfig(model_path, **{name: getattr(self, name) for name in shared})
+        fields = {name: getattr(self, name) for name in shared}
+        return WorkerConfig(model_path, draft_model_path=draft_model_path, **fields)
 
 
 def _adapters(values: object) -> tuple[str, ...]:
@@ -235,6 +243,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_dtype: KVCacheDType
     batch_invariant: bool
     num_speculative_tokens: int
+    draft_model: str | None
     startup_timeout: float
     step_timeout: float
     unresponsive_timeout: float

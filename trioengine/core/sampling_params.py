@@ -96,7 +96,7 @@ class SamplingParams:
     skip_special_tokens: bool = True  # in the text, not in the token ids
     cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
     grammar: Grammar | None = None  # which the answer follows; where it is complete, the answer ends
-    # tokens drafted a step, at most, where the text repeats itself, for fewer steps; None: the engine's
+    # tokens drafted a step, at most, where the text repeats itself or by a draft model; None: the engine's
     num_speculative_tokens: int | None = None
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.core.image import ImageProcessing
-from trioengine.core.wording import excerpt
+from trioengine.core.wording import brief, excerpt
 from trioengine.hub.adapter import adaptable_matrices
 from trioengine.hub.checkpoint import GGUFModelHeader, map_file, read_gguf, read_safetensors
 from trioengine.hub.generation_config import GENERATION_CONFIG
@@ -81,6 +81,16 @@ def read_model(path: Path) -> ModelInfo:
         if known is None:
             raise
         raise ModelError(f"{exc}; remove it and run `trioengine pull {known.name}`") from exc
+
+
+def check_same_tokens(draft: ModelInfo, model: ModelInfo) -> None:
+    """Raise ModelError where both models have a token of the same id, and it is not the same."""
+    ours, theirs = model.tokenizer.token_string, draft.tokenizer.token_string
+    for token_id in range(min(model.vocab_size, draft.vocab_size)):
+        wants, has = ours(token_id), theirs(token_id)
+        if wants and has and wants != has:
+            tokens = f"token {token_id} is {brief(has)}, not {brief(wants)}"
+            raise ModelError(f"{draft.path} cannot draft for {model.path}: {tokens}")
 
 
 def with_chat_template(model: ModelInfo, path: Path) -> ModelInfo:

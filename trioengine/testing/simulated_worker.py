@@ -7,7 +7,6 @@ task `run`, in trio's time, so that under MockClock nothing waits; or by hand, w
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -44,7 +43,7 @@ from trioengine.testing.simulated_process import (
 from trioengine.testing.simulated_process import Behaviour as Behaviour
 from trioengine.testing.simulated_process import Health as Health
 from trioengine.testing.toy_model import toy_decode
-from trioengine.testing.toy_runner import Crash, ToyDrafter, ToyRunner
+from trioengine.testing.toy_runner import Crash, ToyRunner
 from trioengine.testing.toy_weights import toy_quantization
 from trioengine.worker.scheduling.engine_core import EngineCore, Event
 from trioengine.worker.scheduling.images import PayloadArrived
@@ -300,15 +299,7 @@ class SimulatedWorker(SimulatedProcess):
             assert len(self.open_payloads) == held, "the worker has payloads open that it does not know"
 
     def _new_core(self, asleep: frozenset[Tag]) -> EngineCore:
-        return EngineCore(
-            self.runner,
-            self._limits,
-            trio.current_time,
-            asleep,
-            self.decoder,
-            self.compiler,
-            new_drafter=functools.partial(ToyDrafter, self.runner),
-        )
+        return EngineCore(self.runner, self._limits, trio.current_time, asleep, self.decoder, self.compiler)
 
     def _ready(self) -> Ready:
         limits = self._limits

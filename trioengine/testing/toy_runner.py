@@ -35,8 +35,9 @@ from trioengine.worker.scheduling.sequence import (
     ScheduledSequence,
     SchedulerOutput,
     Sequence,
+    WantedDraft,
 )
-from trioengine.worker.scheduling.speculation import verified
+from trioengine.worker.scheduling.speculation import shared, verified
 
 
 def _seed_of(params: SamplingParams) -> int:
@@ -184,8 +185,12 @@ class ToyRunner:
                 return sequence.failure(INVALID_GRAMMAR, f"grammar: {exc}")
         return sequence.row(token_id, None if top is None else toy_logprobs(token_id, top))
 
-    def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Draft the tokens that follow a sequence whose last token is not computed; one in three is wrong."""
+    def draft(self, wanted: Items[WantedDraft], room: int) -> list[tuple[int, ...]]:
+        """Draft the tokens that follow; one in three is wrong."""
+        shares = shared([each.most for each in wanted], room)
+        return [self._drafted(each.sequence, share) for each, share in zip(wanted, shares, strict=True)]
+
+    def _drafted(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         slots = self._slots_of(sequence)[: sequence.num_tokens - 1]
         values, draft = array("L", map(self._slots.__getitem__, slots)), [sequence.token_ids[-1]]
         for _ in range(most):
@@ -260,17 +265,3 @@ class ToyRunner:
 
     def _slot(self, block_table: list[int], position: int) -> int:
         return block_table[position // self._block_size] * self._block_size + position % self._block_size
-
-
-class ToyDrafter:
-    """A Drafter that knows the model."""
-
-    def __init__(self, runner: ToyRunner, sequence: Sequence) -> None:
-        self._runner = runner
-        self._sequence = sequence
-
-    def draft(self, token_ids: Items[int], most: int) -> tuple[int, ...]:
-        return self._runner.draft(self._sequence, most)
-
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """Nothing is left to be learnt."""

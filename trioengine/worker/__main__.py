@@ -47,7 +47,7 @@ def probe() -> None:
     from trioengine.worker.kernels.compiler import KernelsUnavailable
     from trioengine.worker.kernels.native_kernels import NativeKernels
     from trioengine.worker.runner.kernel_choice import check_triton
-    from trioengine.worker.runner.model_weights import choose_device, choose_dtype
+    from trioengine.worker.runner.model_spec import choose_device, choose_dtype
 
     device = choose_device("auto")
     kernels, no_kernels = "native" if device.type == "cpu" else "triton", None

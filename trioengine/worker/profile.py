@@ -20,8 +20,9 @@ from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.products import Profile, ProfiledPart
 from trioengine.worker.process import limits_of
 from trioengine.worker.roof import measure_roof
+from trioengine.worker.runner.loaded_model import LoadedModel
 from trioengine.worker.runner.model_runner import TorchModelRunner
-from trioengine.worker.runner.model_weights import ModelSpec, ModelWeights
+from trioengine.worker.runner.model_spec import ModelSpec
 from trioengine.worker.runner.sampling import sample_all
 from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import SchedulerOutput, Sequence
@@ -78,7 +79,7 @@ class ProfiledSteps:
             raise ModelError(f"steps are profiled on a CPU, not on {spec.device}; choose the device cpu")
         if spec.model.text.embeds:
             raise ModelError(f"{config.model_path} is an embedding model: its steps are not profiled")
-        self._runner = TorchModelRunner(spec, ModelWeights(spec, config.model_path, lambda done, total: None))
+        self._runner = TorchModelRunner(LoadedModel(spec, lambda done, total: None))
         self._runner.wake(ALL_TAGS)
         self._limits = limits_of(replace(config, enable_prefix_caching=False), self._runner.info)
         self.info = self._runner.info

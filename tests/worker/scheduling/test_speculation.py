@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,15 +14,14 @@ from trioengine.core.errors import InvariantError
 from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.toy_model import VOCAB_SIZE
-from trioengine.testing.toy_runner import ToyDrafter, ToyRunner
+from trioengine.testing.toy_runner import ToyRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import Limits, Sampled, SchedulerOutput
 from trioengine.worker.scheduling.speculation import (
     FIRST_DRAFT,
-    INDEXED_A_STEP,
     LONGEST_PAUSE,
-    NGRAM,
-    PromptLookup,
+    Pace,
+    shared,
     verified,
 )
 from trioengine.worker.scheduling.step_plan import MAX_DRAFTED_STEP
@@ -35,77 +33,63 @@ def speculative(**changes: int) -> tuple[Scheduler, ToyRunner]:
     """With a drafter that is right more often than not."""
     limits = make(**changes)[0].limits
     runner = ToyRunner(limits)
-    return Scheduler(limits, new_drafter=partial(ToyDrafter, runner)), runner
+    return Scheduler(limits, drafter=runner), runner
 
 
-# ---- drafts --------------------------------------------------------------------------------------------------------
-
-
-def test_the_latest_occurrence_is_continued() -> None:
-    assert PromptLookup().draft([1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 1, 2, 3], 2) == (6, 7)
-
-
-def test_a_draft_goes_on_with_its_own_beginning() -> None:
-    assert PromptLookup().draft([9, 1, 2, 1, 2, 1, 2], 4) == (1, 2, 1, 2)
-    assert PromptLookup().draft([5] * (NGRAM + 1), 3) == (5, 5, 5)
-
-
-def test_nothing_is_drafted_without_an_occurrence() -> None:
-    drafter = PromptLookup()
-    for size in range(12):
-        assert drafter.draft(list(range(size)), 4) == ()
-
-
-def test_the_index_grows_with_the_sequence() -> None:
-    text = [each % 7 for each in range(40)]
-    drafter = PromptLookup()
-    for size in range(1, len(text)):
-        draft = drafter.draft(text[:size], 1)
-        assert draft == (() if size < 7 + NGRAM else (text[size],))
-
-
-def test_a_long_prompt_is_indexed_in_several_steps() -> None:
-    """So that no step of others waits for it."""
-    text = [*range(2 * INDEXED_A_STEP + 1), 5, 6, 7]
-    drafter = PromptLookup()
-    assert [drafter.draft(text, 2) for _ in range(3)] == [(), (), (8, 9)]
+# ---- lengths -------------------------------------------------------------------------------------------------------
 
 
 def test_a_draft_is_never_longer_than_asked() -> None:
-    drafter = PromptLookup()
+    pace = Pace()
     for most in range(1, 15):
-        assert len(drafter.draft([1] * 20, most)) == min(most, FIRST_DRAFT)
+        assert pace.length(most) == min(most, FIRST_DRAFT)
 
 
 def test_drafts_grow_while_they_are_kept_and_shrink_to_their_part() -> None:
-    drafter, lengths = PromptLookup(), []
+    pace, lengths = Pace(), []
     for kept in (4, 8, 15, 15, 3, 3, 6):
-        draft = drafter.draft([1] * 20, 15)
-        lengths.append(len(draft))
-        drafter.learn(len(draft), kept)
+        lengths.append(pace.length(15))
+        pace.learn(lengths[-1], kept)
     assert lengths == [4, 8, 15, 15, 15, 3, 6]
 
 
 def test_drafts_of_which_nothing_is_kept_become_rare() -> None:
-    drafter, steps = PromptLookup(), []
+    pace, steps = Pace(), []
     for step in range(1000):
-        if draft := drafter.draft([1] * 20, 15):
+        if length := pace.length(15):
             steps.append(step)
-            drafter.learn(len(draft), 0)
-    assert steps[:6] == [0, 2, 5, 10, 19, 36]
+            pace.learn(length, 0)
+    assert steps[:6] == [0, 1, 3, 6, 11, 20]
     assert len(steps) < 1000 // LONGEST_PAUSE + 10
 
 
 def test_a_kept_draft_ends_the_pauses() -> None:
-    drafter = PromptLookup()
-    for _ in range(2):
-        drafter.learn(4, 0)
-    while not drafter.draft([1] * 20, 15):
+    pace = Pace()
+    for _ in range(3):
+        pace.learn(4, 0)
+    while not pace.length(15):
         pass
-    drafter.learn(1, 1)
-    assert drafter.draft([1] * 20, 15) == (1, 1)
-    drafter.learn(2, 0)
-    assert [len(drafter.draft([1] * 20, 15)) for _ in range(2)] == [0, 1]
+    pace.learn(1, 1)
+    assert pace.length(15) == 2
+    pace.learn(2, 0)
+    pace.learn(1, 0)
+    assert [pace.length(15) for _ in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "room", "shares"),
+    [
+        ([], 5, []),
+        ([4, 4], 8, [4, 4]),
+        ([8, 1, 3], 9, [5, 1, 3]),
+        ([4, 4, 4], 2, [1, 1, 0]),
+        ([2, 0, 2], 3, [2, 0, 1]),
+        ([3], 0, [0]),
+        ([3], -1, [0]),
+    ],
+)
+def test_the_room_is_shared(wanted: list[int], room: int, shares: list[int]) -> None:
+    assert shared(wanted, room) == shares
 
 
 # ---- results -------------------------------------------------------------------------------------------------------
@@ -304,4 +288,4 @@ def test_a_grammar_forces_tokens_instead() -> None:
     ]
     for sequence in (*sequences, sequence_of(9, PROMPT, params(5))):
         scheduler.add(sequence)
-    assert [each.drafter is not None for each in sequences] == [True, False]
+    assert [each.pace is not None for each in sequences] == [True, False]

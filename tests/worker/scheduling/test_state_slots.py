@@ -194,7 +194,7 @@ def test_a_state_does_not_go_back_behind_drafts():
     scheduler, _ = stateful()
     sequence = sequence_of(1, PROMPT, params(4, num_speculative_tokens=5))
     scheduler.add(sequence)
-    assert sequence.drafter is None
+    assert sequence.pace is None
 
 
 def test_a_salt_has_states_of_its_own():

@@ -64,8 +64,8 @@ def offline_command(
     from trioengine.cli.bench.profile import bench_profile
 
     config = build(EngineConfig, fields, model=model, enable_prefix_caching=enable_prefix_caching)
-    if profile and (structured or enable_prefix_caching or config.num_speculative_tokens):
-        others = "--structured, --enable-prefix-caching and --num-speculative-tokens"
+    if profile and (structured or enable_prefix_caching or config.num_speculative_tokens or config.draft_model):
+        others = "--structured, --enable-prefix-caching, --num-speculative-tokens and --draft-model"
         raise InvalidConfig(f"--profile runs without {others}")
     if profile:
         return bench_profile(config, requests, prompt_len, output_len, as_json=json)

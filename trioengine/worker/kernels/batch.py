@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import cast
 
 import numpy as np
@@ -20,7 +19,6 @@ from trioengine.worker.scheduling.sequence import Sequence as TokenSequence
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT
 
 IntArray = npt.NDArray[np.int64]
-NO_ADAPTERS: Mapping[int, LoadedAdapter] = MappingProxyType({})
 
 
 class Padding:
@@ -139,11 +137,11 @@ def make_batch(
     output: SchedulerOutput,
     block_size: int,
     padding: Padding | None = None,
-    adapters: Mapping[int, LoadedAdapter] = NO_ADAPTERS,
+    adapters: Mapping[int, LoadedAdapter] | None = None,
 ) -> ForwardBatch:
     """Lay out a step, in host memory; the scheduler guarantees that the block tables cover it.
 
-    `adapters` are those that are loaded, by their ids.
+    `adapters` are those that are loaded, by their ids; None: the sequences' adapters are left out.
     """
     rows = padding.rows_for(output.scheduled) if padding is not None else ()
     scheduled = (*output.scheduled, *rows)
@@ -178,7 +176,7 @@ def make_batch(
         score_rows=_score_rows(scheduled, dict(zip(order, starts.tolist(), strict=True))),
         states=_state_rows(entries, sequences, ends) if _have_states(output.scheduled) else None,
         num_padding=len(rows),
-        adapters=_adapted_rows(entries, query_lens, adapters),
+        adapters=None if adapters is None else _adapted_rows(entries, query_lens, adapters),
     )
 
 

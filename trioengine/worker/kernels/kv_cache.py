@@ -115,7 +115,7 @@ def dequantized(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def size_caches(
     config: WorkerConfig,
     model: TextConfig,
-    layout: KVLayout,
+    per_block: int,
     dtype: torch.dtype,
     device: torch.device,
     weights: int,
@@ -123,7 +123,7 @@ def size_caches(
 ) -> tuple[int, int]:
     """Return how many blocks, and state slots, the memory holds beside `weights` bytes. Raises ModelError for none.
 
-    Beside the blocks it holds `num_reserved` more, which no sequence gets.
+    A block takes `per_block` bytes. Beside the blocks it holds `num_reserved` more, which no sequence gets.
 
     Slots are for all sequences of a step, as many states that the prefix cache keeps, and padding, if these take no
     more than half of the memory.
@@ -132,7 +132,6 @@ def size_caches(
     most_slots = 2 * config.max_num_seqs + 1 if per_slot else 0
     if config.kv_blocks is not None:
         return config.kv_blocks, most_slots if config.state_slots is None else config.state_slots
-    per_block = model.num_kv_layers * layout.token_bytes * layout.block_size
     memory = config.kv_cache_memory
     if memory is None:
         memory = _free_on_cuda(config, device, weights, per_block) if device.type == "cuda" else _free_on_cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import cast
 
@@ -13,43 +14,39 @@ from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.image import ImageInfo, ImageProcessing
 from trioengine.core.messages import Adapter
 from trioengine.core.power import ALL_TAGS, Tag
-from trioengine.worker.kernels import RecordableKernels
 from trioengine.worker.kernels.adapters import LoadedAdapter
-from trioengine.worker.kernels.batch import Padding, make_batch
+from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.kernels.state_cache import StateCache
 from trioengine.worker.models import Model, VisionModel
-from trioengine.worker.runner.cuda_graphs import CudaGraphs, graph_sizes
+from trioengine.worker.runner.draft_model import DraftModel
 from trioengine.worker.runner.embedding import embed_all
-from trioengine.worker.runner.kernel_choice import StepGraphs
-from trioengine.worker.runner.model_weights import (
-    ModelSpec,
-    ModelWeights,
-    choose_device,
-    failure_of,
-    give_back,
-    share_one_arena,
-)
+from trioengine.worker.runner.loaded_model import LoadedModel
+from trioengine.worker.runner.model_spec import ModelSpec, choose_device
+from trioengine.worker.runner.model_weights import failure_of, give_back, share_one_arena
 from trioengine.worker.runner.sampling import sample_all
 from trioengine.worker.runner.scoring import with_scores
 from trioengine.worker.scheduling.images import DecodedImage, Tile, TileShape, Vision
-from trioengine.worker.scheduling.sequence import ModelInfo, OnProgress, Sampled, SchedulerOutput
+from trioengine.worker.scheduling.prompt_lookup import PromptLookup
+from trioengine.worker.scheduling.sequence import (
+    Drafter,
+    ModelInfo,
+    OnProgress,
+    Sampled,
+    SchedulerOutput,
+    WantedDraft,
+)
 
 
 class TorchModelRunner:
-    """A model with its KV cache; `info` describes both, also while they sleep. For one thread."""
+    """A model, and perhaps a draft model; `info` describes them, also while they sleep. For one thread."""
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
-        """The KV cache sleeps, and the weights as they do."""
-        self._spec = spec
-        self._weights = weights
-        self._cache: KVCache | None = None  # None: it sleeps
-        self._states: StateCache | None = None  # None: it sleeps, with the KV cache, or the model has no states
-        self._graphs: CudaGraphs | None = None  # of these weights and this cache; None: none are recorded yet
-        self._padding: Padding | None = None
-        self._adapters: dict[int, LoadedAdapter] = {}  # by id
-        if spec.graphs is not StepGraphs.NONE:
-            self._padding = Padding(graph_sizes(min(spec.max_num_seqs, spec.num_blocks)), spec.num_blocks)
+    def __init__(self, target: LoadedModel, draft_model: DraftModel | None = None) -> None:
+        self.target = target
+        self.draft_model = draft_model
+        self._drafter: Drafter = PromptLookup() if draft_model is None else draft_model
+        self._adapters: dict[int, LoadedAdapter] = {}  # of the model, by id
+        spec = target.spec
         self.info = ModelInfo(
             model_type=spec.model.model_type,
             device=str(spec.device),
@@ -69,7 +66,7 @@ class TorchModelRunner:
 
     @staticmethod
     def load(config: WorkerConfig, on_progress: OnProgress) -> TorchModelRunner:
-        """Load the model, except for the parts that are to sleep. Raises ModelError, with the file or the reason.
+        """Load the models, except for the parts that are to sleep. Raises ModelError, with the file or the reason.
 
         `on_progress` is called whenever weights are loaded, also to wake or to change them.
         """
@@ -80,42 +77,48 @@ class TorchModelRunner:
         device = choose_device(config.device)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # where Triton starts kernels, and graphs are recorded
-        spec = ModelSpec.read(config)
-        runner = TorchModelRunner(spec, ModelWeights(spec, config.model_path, on_progress))
+        target, *drafting = (LoadedModel(spec, on_progress) for spec in ModelSpec.read_all(config))
+        runner = TorchModelRunner(target, *map(DraftModel, drafting))
         runner._take(ALL_TAGS.difference(config.asleep))
         return runner
 
     @property
     def model(self) -> Model:
         """InvariantError while the weights sleep."""
-        return self._weights.model
+        return self.target.model
 
     @property
     def cache(self) -> KVCache:
         """InvariantError while it sleeps."""
-        if self._cache is None:
-            raise InvariantError("a forward pass while the KV cache sleeps")
-        return self._cache
+        return self.target.cache
 
     @property
     def states(self) -> StateCache | None:
         """The states of sequences; None while they sleep with the KV cache, and for a model without states."""
-        return self._states
+        return self.target.states
+
+    @property
+    def loaded(self) -> list[LoadedModel]:
+        """The model, and the draft model, if there is one."""
+        return [self.target] if self.draft_model is None else [self.target, self.draft_model.loaded]
+
+    def draft(self, wanted: Sequence[WantedDraft], room: int) -> list[tuple[int, ...]]:
+        """Draft by the draft model if there is one, else by prompt lookup."""
+        return self._drafter.draft(wanted, room)
 
     def execute(self, output: SchedulerOutput) -> list[Sampled]:
         """Compute a step: one entry for each scheduled sequence with `samples` or `scores`, in their order."""
-        model, cache, states = self.model, self.cache, self.states
+        target, model = self.target, self.model
         with torch.inference_mode():
-            cache.copy_blocks(output.copies)
-            if states is not None:
-                states.copy(output.state_copies)
+            target.copy(output)
             if output.encode:
                 encode_tiles(output.encode, self._vision_model)
-            batch = make_batch(output, self._spec.layout.block_size, self._padding, self._adapters)
-            if (graphs := self._recorder()) is not None and (computed := graphs.run(batch)) is not None:
+            batch = make_batch(output, self.info.block_size, target.padding, self._adapters)
+            if self.draft_model is not None:
+                self.draft_model.follow(output, batch)
+            if (computed := target.replay(batch)) is not None:
                 return sample_all(computed.logits, output.scheduled, computed.best)
-            batch = batch.to(model.device)
-            hidden = model.forward(batch, self._spec.kernels.attention(batch, cache), states)
+            hidden = target.forward(batch)
             if self.info.embeds:
                 return embed_all(hidden, output.scheduled)
             sampled = sample_all(model.logits(hidden[: batch.num_samples]), output.scheduled)
@@ -126,15 +129,7 @@ class TorchModelRunner:
     def prepare(self) -> bool:
         """Record one more CUDA graph, if any is missing."""
         with torch.inference_mode():
-            graphs = self._recorder() if self._cache is not None and self._weights.are_awake else None
-            return graphs is not None and graphs.record_next()
-
-    def _recorder(self) -> CudaGraphs | None:
-        """The graphs of the weights and the cache, which are awake; None if this model's steps are not recorded."""
-        if self._graphs is None and self._padding is not None and self._spec.graphs is StepGraphs.RECORD:
-            kernels = cast("RecordableKernels", self._spec.kernels)
-            self._graphs = CudaGraphs(self.model, kernels, self.cache, self._padding, self.info.max_model_len)
-        return self._graphs
+            return any(loaded.record_next() for loaded in self.loaded)
 
     def encode(self, tiles: Tensor) -> Tensor:
         """The embeddings [num_tiles, tokens_per_tile, hidden_size] of uint8 tiles [num_tiles, 3, size, size].
@@ -153,7 +148,7 @@ class TorchModelRunner:
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Load an adapter. Raises ModelError; InvariantError while the weights sleep."""
-        self._adapters[adapter.id] = self._weights.load_adapter(adapter.path)
+        self._adapters[adapter.id] = self.target.weights.load_adapter(adapter.path)
 
     def drop_adapter(self, adapter: int) -> None:
         """Drop the adapter of this id."""
@@ -161,9 +156,9 @@ class TorchModelRunner:
 
     def sleep(self) -> None:
         """Give memory back to the system; weights that are in host memory anyway stay where they are."""
-        self._cache = self._states = self._graphs = None
-        self._weights.keep()
-        give_back(self._spec.device)
+        for loaded in self.loaded:
+            loaded.release(ALL_TAGS)
+        give_back(self.target.spec.device)
 
     def wake(self, tags: frozenset[Tag]) -> None:
         """Take memory for these tags again: the KV cache is as large as ever, discarded weights are loaded.
@@ -172,26 +167,26 @@ class TorchModelRunner:
         """
         failure = failure_of(lambda: self._take(tags))
         if failure is not None:
-            give_back(self._spec.device)
+            give_back(self.target.spec.device)
             raise ModelError(failure)
 
     def update_weights(self, path: str) -> str:
-        """Load these weights; where the weights sleep, check them, drop the old ones, and load them at `wake`.
+        """Load these weights of the model; where they sleep, check them, drop the old ones, and load them at `wake`.
 
-        Returns their quantization.
+        The draft model keeps its own. Returns the quantization of the new ones.
 
         ModelError: they do not fit the model or cannot be read, and the old ones are still there.
         RuntimeError: the old ones had been given up, and could not be loaded again.
         """
-        self._graphs = None
-        return self._weights.update(path)
+        return self.target.update_weights(path)
 
     def _take(self, tags: frozenset[Tag]) -> None:
-        """All of them, or, with an exception, none: the weights come last, and wake entirely or not."""
-        caches = self._spec.allocate_caches() if Tag.KV_CACHE in tags else (self._cache, self._states)
-        if Tag.WEIGHTS in tags:
-            self._weights.wake()
-        self._cache, self._states = caches
+        """All of them, for both models, or, with an exception, none: the larger model comes last."""
+        with contextlib.ExitStack() as taken:
+            for loaded in reversed(self.loaded):
+                loaded.take(tags)
+                taken.callback(loaded.release, tags)
+            taken.pop_all()
 
 
 def vision_of(spec: ModelSpec) -> Vision | None:

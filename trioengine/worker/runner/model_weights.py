@@ -1,4 +1,4 @@
-"""The fixed properties of a loaded model, and its weights: loaded, asleep, awake and replaced.
+"""The weights of a model: loaded, asleep, awake and replaced.
 
 Weights are in one of three states: awake, on the device; kept, with their values in host memory and the device's memory
 given back; discarded, in the checkpoint only. An update discards the old ones before it loads the new ones, so that the
@@ -7,158 +7,29 @@ device never needs room for both.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
-import importlib.util
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, UntypedStorage
 
-from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.hub.adapter import adaptable_matrices, read_adapter
-from trioengine.hub.model_config import ModelConfig, TextConfig
-from trioengine.worker.kernels import Kernels
 from trioengine.worker.kernels.adapters import LoadedAdapter
-from trioengine.worker.kernels.kv_cache import KVCache, KVLayout, size_caches
 from trioengine.worker.kernels.linear import Linear
-from trioengine.worker.kernels.state_cache import StateCache
 from trioengine.worker.models import Model, load_model
 from trioengine.worker.runner.adapters import load_low_rank
-from trioengine.worker.runner.kernel_choice import StepGraphs, choose_graphs, choose_kernels
-from trioengine.worker.runner.linear_choice import LinearChoice
+from trioengine.worker.runner.model_spec import ModelSpec
 from trioengine.worker.scheduling.sequence import OnProgress
-from trioengine.worker.weights import open_checkpoint
-from trioengine.worker.weights.checkpoint import Checkpoint, Projection, WeightReader
+from trioengine.worker.weights.checkpoint import Projection, WeightReader
 
-_PRECISION = 1e-6  # GGUF files hold float32
 _LIBC = ctypes.CDLL(None)
 _HAS_GLIBC_MALLOC = hasattr(_LIBC, "malloc_trim")
 _M_ARENA_MAX = -8  # of malloc.h
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """The model's shape, where and how it runs, and the size of its KV cache."""
-
-    model: ModelConfig
-    device: torch.device
-    dtype: torch.dtype
-    max_num_seqs: int  # of a step
-    max_model_len: int  # tokens; never more than the KV cache holds
-    num_blocks: int
-    num_state_slots: int  # 0: the model has no states
-    layout: KVLayout
-    kernels: Kernels
-    graphs: StepGraphs
-    linears: LinearChoice
-    quantization: str  # of the checkpoint that is loaded first
-
-    @staticmethod
-    def read(config: WorkerConfig) -> ModelSpec:
-        """Decide by the configuration and the checkpoint's header. Raises ModelError, with the file or the reason."""
-        device = choose_device(config.device)
-        dtype = choose_dtype(config.dtype, device)
-        with contextlib.closing(open_checkpoint(config.model_path)) as checkpoint:
-            model = checkpoint.config
-            _check_pillow(config.model_path, model)
-            weights = sum(map(math.prod, model.wanted_tensors().values())) * dtype.itemsize
-            layout = _layout_of(config, model.text, dtype)
-            kernels = choose_kernels(config, model.text, dtype, device, layout.dtype)
-            graphs = choose_graphs(config, model.text, kernels)
-            num_reserved = 0 if graphs is StepGraphs.NONE else 1
-            num_blocks, num_slots = size_caches(
-                config, model.text, layout, dtype, device, weights, num_reserved=num_reserved
-            )
-            limits = (model.text.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
-            max_model_len = min(limit for limit in limits if limit is not None)
-            layout = replace(layout, transposes_keys=kernels.transposes_keys)
-            linears = LinearChoice(config, kernels)
-            quantization = linears.quantization_of(checkpoint)
-            sizes = config.max_num_seqs, max_model_len, num_blocks, num_slots
-            return ModelSpec(model, device, dtype, *sizes, layout, kernels, graphs, linears, quantization)
-
-    @contextlib.contextmanager
-    def opened(self, path: str) -> Iterator[Checkpoint]:
-        """Open a checkpoint that fits. Raises ModelError if it does not, by its headers alone."""
-        with contextlib.closing(open_checkpoint(path)) as checkpoint:
-            model = checkpoint.config
-            differences = list(_differences(self.model, model))
-            if differences:
-                raise ModelError(f"{path} is another model: {', '.join(differences)}")
-            if model.text.max_position_embeddings < self.max_model_len:
-                context = f"a context of {model.text.max_position_embeddings} tokens"
-                raise ModelError(f"{path} has {context}, and {self.max_model_len} are in use")
-            yield checkpoint
-
-    def allocate_caches(self) -> tuple[KVCache, StateCache | None]:
-        """The KV cache, and that of states, if the model has any; ModelError where the memory cannot be had."""
-        parts = self.model.text.state_parts
-        states = StateCache(parts, self.num_state_slots, self.dtype, self.device) if parts else None
-        num_blocks = self.num_blocks + (self.graphs is not StepGraphs.NONE)
-        return KVCache(self.layout, num_blocks, self.model.text.num_kv_layers, self.device), states
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto`: CUDA where there is one. ModelError for a device that is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        message = f"device {name}: there are {torch.cuda.device_count()} CUDA devices"
-        raise ModelError(f"{message}; choose the device cpu or auto")
-    return device
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto`: bfloat16 on CUDA and where the CPU multiplies it (AVX512-BF16, AMX), else float32."""
-    if name == "auto":
-        fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return torch.bfloat16 if fast else torch.float32
-    return torch.float32 if name == "float32" else torch.bfloat16
-
-
-def _layout_of(config: WorkerConfig, model: TextConfig, dtype: torch.dtype) -> KVLayout:
-    """The layout for kernels that do not transpose keys."""
-    cache_dtype = torch.int8 if config.kv_cache_dtype == "int8" else dtype
-    return KVLayout(cache_dtype, config.block_size, model.num_kv_heads, model.head_dim, transposes_keys=False)
-
-
-def _check_pillow(path: str, model: ModelConfig) -> None:
-    if model.images is not None and importlib.util.find_spec("PIL") is None:
-        raise ModelError(f"{path}: images need Pillow (the extra `vision`), which is not installed: pip install pillow")
-
-
-def _differences(ours: ModelConfig, theirs: ModelConfig) -> Iterator[str]:
-    if ours.model_type != theirs.model_type:
-        yield f"model_type is {theirs.model_type}, not {ours.model_type}"
-        return
-    others = dict(_forward_fields(asdict(theirs)))
-    for name, value in _forward_fields(asdict(ours)):
-        if not _is_same(value, others[name]):
-            yield f"{name} is {others[name]}, not {value}"
-
-
-def _forward_fields(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """All fields but the length of the context, which the forward pass does not depend on."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _forward_fields(value, f"{prefix}{name}.")
-        elif name != "max_position_embeddings":
-            yield prefix + name, value
-
-
-def _is_same(ours: object, theirs: object) -> bool:
-    if isinstance(ours, float) and isinstance(theirs, float):
-        return math.isclose(ours, theirs, rel_tol=_PRECISION)
-    return ours == theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +53,9 @@ class _Discarded:
 class ModelWeights:
     """The weights of one path, asleep at first; there are never two copies of them on the device."""
 
-    def __init__(self, spec: ModelSpec, path: str, on_progress: OnProgress) -> None:
+    def __init__(self, spec: ModelSpec, on_progress: OnProgress) -> None:
         self._spec = spec
-        self._path = path
+        self._path = spec.path
         self._on_progress = on_progress
         self._state: _Awake | _Kept | _Discarded = _Discarded()
 

@@ -53,8 +53,7 @@ from trioengine.worker.scheduling.grammars import Compiler, GrammarCompiled, NoC
 from trioengine.worker.scheduling.image_queue import Decoder, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, place_images
 from trioengine.worker.scheduling.scheduler import Scheduler
-from trioengine.worker.scheduling.sequence import Drafter, Limits, ModelRunner, Sequence, SequenceStatus
-from trioengine.worker.scheduling.speculation import PromptLookup
+from trioengine.worker.scheduling.sequence import Limits, ModelRunner, Sequence, SequenceStatus
 
 Event: TypeAlias = ToWorker | PayloadArrived | PictureDecoded | GrammarCompiled
 EMBEDDING_BYTES = MIN_FRAME_LIMIT // 2  # of embeddings in a message; the rest of a frame is for its other fields
@@ -74,8 +73,7 @@ class EngineCore:
     """Sessions and their requests over one scheduler and one runner.
 
     `clock` gives seconds from any origin, for the times in Usage only. `asleep` are the parts that the runner has not
-    loaded. `decoder` and `compiler` report to `handle`. `new_drafter` makes the drafter of a sequence that has
-    speculation.
+    loaded. `decoder` and `compiler` report to `handle`.
     """
 
     def __init__(
@@ -86,12 +84,11 @@ class EngineCore:
         asleep: frozenset[Tag] = frozenset(),
         decoder: Decoder | None = None,
         compiler: Compiler | None = None,
-        new_drafter: Callable[[Sequence], Drafter] = lambda sequence: PromptLookup(),
     ) -> None:
         self.limits = limits
         self._runner = runner
         self._clock = clock
-        self._scheduler = Scheduler(limits, decoder, new_drafter)
+        self._scheduler = Scheduler(limits, decoder, runner)
         self._adapters = Adapters(runner)
         self._compiler = NoCompiler() if compiler is None else compiler
         self._sessions: dict[int, _Session] = {}

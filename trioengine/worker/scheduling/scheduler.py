@@ -38,7 +38,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from operator import attrgetter, eq
 
@@ -49,6 +48,7 @@ from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.image_queue import Decoder, NoDecoder, PictureDecoded, Waiters
 from trioengine.worker.scheduling.images import PayloadArrived, PictureStatus
 from trioengine.worker.scheduling.integrity import check_kept, check_known, check_order, check_prefills
+from trioengine.worker.scheduling.prompt_lookup import PromptLookup
 from trioengine.worker.scheduling.sequence import (
     MAX_FORCED,
     Constraint,
@@ -60,7 +60,7 @@ from trioengine.worker.scheduling.sequence import (
     Sequence,
     SequenceStatus,
 )
-from trioengine.worker.scheduling.speculation import PromptLookup
+from trioengine.worker.scheduling.speculation import Pace
 from trioengine.worker.scheduling.step_plan import StepPlan
 
 MAX_SKIPS = 3  # steps in a row without decodes
@@ -69,17 +69,12 @@ MAX_SKIPS = 3  # steps in a row without decodes
 class Scheduler:
     """Owns the sequences in flight, their blocks and images; synchronous, and changed between two steps only.
 
-    `new_drafter` makes the drafter of a sequence that has speculation.
+    Without a `drafter` drafts come from prompt lookup.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        decoder: Decoder | None = None,
-        new_drafter: Callable[[Sequence], Drafter] = lambda sequence: PromptLookup(),
-    ) -> None:
+    def __init__(self, limits: Limits, decoder: Decoder | None = None, drafter: Drafter | None = None) -> None:
         self.limits = limits
-        self._new_drafter = new_drafter
+        self._drafter = PromptLookup() if drafter is None else drafter
         self._waiters = Waiters(limits, NoDecoder() if decoder is None else decoder)
         self.pictures = self._waiters.pictures
         self.payloads = self._waiters.payloads
@@ -131,7 +126,7 @@ class Scheduler:
             sequence.params.grammar is None and not self.limits.state_slots
         )  # a state cannot go back behind drafts
         if sequence.params.num_speculative_tokens and is_free:
-            sequence.drafter = self._new_drafter(sequence)
+            sequence.pace = Pace()
         if sequence.images is None and not sequence.is_compiling:
             self._waiting.append(sequence)
         else:
@@ -187,7 +182,7 @@ class Scheduler:
             plan.prompt_tokens = min(plan.prompt_tokens, limits.max_num_batched_tokens - num_decodes)
             self._schedule_prompts(plan)
             plan.add_forced(num_decodes)
-            plan.add_drafts(num_decodes, limits)
+            plan.add_drafts(num_decodes, limits, self._drafter)
         if not plan.scheduled:
             if self._running or self._waiting:
                 raise InvariantError(f"{len(self._sequences)} sequences, and none of them can be scheduled")
@@ -394,9 +389,9 @@ class Scheduler:
         if sequence.num_output_tokens <= 1:
             self._prompt_tokens += sequence.num_prompt_tokens
         num_kept = max(0, len(row.token_ids) - 1)
-        if draft and sequence.drafter is not None:
+        if draft and sequence.pace is not None:
             num_accepted = sum(map(eq, draft, row.token_ids))
-            sequence.drafter.learn(len(draft), num_accepted)
+            sequence.pace.learn(len(draft), num_accepted)
             self._draft_tokens += len(draft)
             self._accepted_tokens += num_accepted
         sequence.num_forced = 0

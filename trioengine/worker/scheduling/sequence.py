@@ -19,6 +19,7 @@ from trioengine.core.sampling_params import ResolvedParams, check_room
 from trioengine.core.types import FinishReason, Logprobs, Usage, token_ids
 from trioengine.worker.scheduling.adapters import AdapterRunner
 from trioengine.worker.scheduling.images import Picture, PromptImages, Tile, TilePiece, TileShape, Vision
+from trioengine.worker.scheduling.speculation import Pace
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT, StateCopy, StateSave
 
 OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
@@ -47,18 +48,6 @@ class Constraint(Protocol):
         ...
 
 
-class Drafter(Protocol):
-    """Drafts the next tokens of one sequence."""
-
-    def draft(self, token_ids: Items[int], most: int) -> tuple[int, ...]:
-        """Return up to `most` tokens that may follow the sequence's tokens, which only grow between calls."""
-        ...
-
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """Take in how many tokens of a draft were kept."""
-        ...
-
-
 class SequenceStatus(enum.Enum):
     """Where a sequence stands with the scheduler."""
 
@@ -70,7 +59,7 @@ class SequenceStatus(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """One request on the worker; owned and changed by the scheduler only."""
 
@@ -94,7 +83,7 @@ class Sequence:
     place: int = 0  # in the order of arrival
     constraint: Constraint | None = None  # once its grammar is compiled
     num_forced: int = 0  # of its latest tokens: appended behind the latest sampled one, because no others could come
-    drafter: Drafter | None = None  # None: no speculation
+    pace: Pace | None = None  # of its drafts; None: no speculation
     state_slot: int = PADDING_SLOT  # while it runs, in a model with states
     adapter: int = NO_ADAPTER  # id of its adapter
     save_points: tuple[int, ...] = ()  # numbers of tokens behind which a step saves the state
@@ -355,8 +344,23 @@ class SchedulerOutput:
 Sampled: TypeAlias = TokensRow | RequestFailed
 
 
-class ModelRunner(AdapterRunner, Protocol):
-    """Runs the forward pass and the sampler; the simulated worker has a toy one."""
+class WantedDraft(NamedTuple):
+    """A draft of up to `most` tokens for a sequence of which only the last token is not computed."""
+
+    sequence: Sequence
+    most: int
+
+
+class Drafter(Protocol):
+    """Drafts the next tokens of sequences."""
+
+    def draft(self, wanted: Items[WantedDraft], room: int) -> list[tuple[int, ...]]:
+        """Return a draft for each, which may be empty; together they have no more than `room` tokens."""
+        ...
+
+
+class ModelRunner(Drafter, AdapterRunner, Protocol):
+    """Runs the forward pass and the sampler, and drafts; the simulated worker has a toy one."""
 
     def execute(self, output: SchedulerOutput) -> list[Sampled]:
         """Copy blocks, encode tiles, then compute.

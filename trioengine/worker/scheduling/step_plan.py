@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trioengine.worker.scheduling.images import Tile
-from trioengine.worker.scheduling.sequence import Limits, ScheduledSequence, Sequence
+from trioengine.worker.scheduling.sequence import Drafter, Limits, ScheduledSequence, Sequence, WantedDraft
 from trioengine.worker.scheduling.state_slots import StateSave
 
 MAX_SCORES = 1024  # tokens of prompts that get their logprobs in one step: some 300 KiB of a frame
@@ -48,28 +48,26 @@ class StepPlan:
                 self.scheduled[index] = ScheduledSequence(sequence, num_tokens)
                 self.prompt_tokens -= num_tokens
 
-    def add_drafts(self, num_decodes: int, limits: Limits) -> None:
+    def add_drafts(self, num_decodes: int, limits: Limits, drafter: Drafter) -> None:
         """Let the first entries, the decodes, verify drafts in the room that is left, and in blocks that they have.
 
         With a draft a decode counts as a chunk of a prompt.
         """
-        room = MAX_DRAFTED_STEP - sum(entry.num_new_tokens for entry in self.scheduled)
+        free = MAX_DRAFTED_STEP - sum(entry.num_new_tokens for entry in self.scheduled)
+        if min(free, self.prompt_tokens - 1) <= 0:
+            return
+        wanted: dict[int, WantedDraft] = {}
         for index, entry in enumerate(self.scheduled[:num_decodes]):
-            sequence = entry.sequence
-            if sequence.drafter is None:
-                continue
-            most = min(
-                room,
-                self.prompt_tokens - 1,
-                len(sequence.block_table) * limits.block_size - sequence.num_tokens,
-                sequence.num_tokens_left(limits.max_sequence_len) - 1,
-                sequence.params.num_speculative_tokens,
-            )
-            draft = sequence.drafter.draft(sequence.token_ids, most) if most > 0 else ()
+            most = _most_drafted(entry.sequence, limits)
+            if entry.sequence.pace is not None and most > 0 and (length := entry.sequence.pace.length(most)):
+                wanted[index] = WantedDraft(entry.sequence, length)
+        if not wanted:
+            return
+        drafts = drafter.draft([*wanted.values()], min(free, self.prompt_tokens - len(wanted)))
+        for (index, (sequence, _)), draft in zip(wanted.items(), drafts, strict=True):
             if draft:
-                self.scheduled[index] = entry = ScheduledSequence(sequence, 1 + len(draft), draft)
-                self.prompt_tokens -= entry.num_new_tokens
-                room -= len(draft)
+                self.scheduled[index] = ScheduledSequence(sequence, 1 + len(draft), draft)
+                self.prompt_tokens -= 1 + len(draft)
 
     def add_prompt(self, sequence: Sequence, num_new_tokens: int, saves: tuple[StateSave, ...]) -> None:
         """Schedule as many tokens as `fit` has returned."""
@@ -81,3 +79,12 @@ class StepPlan:
             if not tile.is_encoded and tile not in self.encode:
                 self.encode[tile] = None
                 self.tiles -= 1
+
+
+def _most_drafted(sequence: Sequence, limits: Limits) -> int:
+    """How many tokens may be drafted by its parameters, by the length of its answer, and in the blocks that it has."""
+    return min(
+        sequence.params.num_speculative_tokens,
+        sequence.num_tokens_left(limits.max_sequence_len) - 1,
+        len(sequence.block_table) * limits.block_size - sequence.num_tokens,
+    )

@@ -105,12 +105,12 @@ def test_same_answers_on_any_kernels(crowd, options):
     path, adapters, prompts = crowd
     runner = loaded(path, *adapters, **options)
     wanted = [1, 0, 2, 1, 2, 0]
-    alone = [generate(runner, [prompt], 24, adapters=[id])[0][0] for prompt, id in zip(prompts, wanted, strict=True)]
-    found, statistics = generate(runner, prompts, 24, adapters=wanted, kv_blocks_total=9, enable_prefix_caching=False)
+    alone = [generate(runner, [prompt], 64, adapters=[id])[0][0] for prompt, id in zip(prompts, wanted, strict=True)]
+    found, statistics = generate(runner, prompts, 64, adapters=wanted, kv_blocks_total=16, enable_prefix_caching=False)
     assert found == alone
     assert statistics.num_preemptions > 0
-    params = ResolvedParams(temperature=0.0, max_tokens=24, seed=0, ignore_eos=True, speculative_tokens=4)
-    found, statistics = generate(runner, prompts, 24, params, adapters=wanted)
+    params = ResolvedParams(temperature=0.0, max_tokens=64, seed=0, ignore_eos=True, num_speculative_tokens=4)
+    found, statistics = generate(runner, prompts, 64, params, adapters=wanted)
     assert found == alone
 
 

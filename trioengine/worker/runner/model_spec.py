@@ -1,0 +1,213 @@
+"""The fixed properties of a loaded model: its shape, where and how it runs, and the sizes of its caches."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from trioengine.core.config import WorkerConfig
+from trioengine.core.errors import ModelError
+from trioengine.hub.model_config import ModelConfig, TextConfig
+from trioengine.worker.kernels import Kernels
+from trioengine.worker.kernels.kv_cache import KVCache, KVLayout, size_caches
+from trioengine.worker.kernels.state_cache import StateCache
+from trioengine.worker.runner.kernel_choice import StepGraphs, choose_graphs, choose_kernels
+from trioengine.worker.runner.linear_choice import LinearChoice
+from trioengine.worker.weights import open_checkpoint
+from trioengine.worker.weights.checkpoint import Checkpoint
+
+_PRECISION = 1e-6  # GGUF files hold float32
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The model's shape, where and how it runs, and the sizes of its caches."""
+
+    path: str  # of the checkpoint that is loaded first
+    model: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_num_seqs: int  # of a step
+    layout: KVLayout
+    kernels: Kernels
+    graphs: StepGraphs
+    linears: LinearChoice
+    quantization: str  # of the checkpoint that is loaded first
+    max_model_len: int  # tokens; never more than the KV cache holds
+    num_blocks: int
+    num_reserved: int  # blocks behind these, for padding
+    num_state_slots: int  # 0: the model has no states
+
+    @staticmethod
+    def read(config: WorkerConfig) -> ModelSpec:
+        """As `read_all`, the model's alone."""
+        return ModelSpec.read_all(config)[0]
+
+    @staticmethod
+    def read_all(config: WorkerConfig) -> list[ModelSpec]:
+        """Decide by the configuration and the checkpoints' headers: for the model, and for the draft model, if any.
+
+        Both have as many blocks, in the memory for both. Raises ModelError, with the file or the reason.
+        """
+        paths = (config.model_path, config.draft_model_path)
+        specs = [_unsized(config, path) for path in paths if path is not None]
+        for draft in specs[1:]:
+            _check_draft(draft, specs[0])
+        num_reserved = int(any(spec.graphs is not StepGraphs.NONE for spec in specs))
+        model, dtype, device = specs[0].model.text, specs[0].dtype, specs[0].device
+        per_block = sum(spec.block_bytes for spec in specs)
+        weights = sum(spec.weight_bytes for spec in specs)
+        num_blocks, num_slots = size_caches(config, model, per_block, dtype, device, weights, num_reserved=num_reserved)
+        limits = (model.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
+        sized = [
+            replace(
+                spec,
+                max_model_len=min(limit for limit in limits if limit is not None),
+                num_blocks=num_blocks,
+                num_reserved=num_reserved,
+                num_state_slots=num_slots,
+            )
+            for spec in specs
+        ]
+        for spec in sized:
+            spec.check_context(spec.path, spec.model)
+        return sized
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block's keys and values in all layers."""
+        return self.model.text.num_kv_layers * self.layout.token_bytes * self.layout.block_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights, in the model's dtype."""
+        return sum(map(math.prod, self.model.wanted_tensors().values())) * self.dtype.itemsize
+
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[Checkpoint]:
+        """Open a checkpoint that fits. Raises ModelError if it does not, by its headers alone."""
+        with contextlib.closing(open_checkpoint(path)) as checkpoint:
+            model = checkpoint.config
+            differences = list(_differences(self.model, model))
+            if differences:
+                raise ModelError(f"{path} is another model: {', '.join(differences)}")
+            self.check_context(path, model)
+            yield checkpoint
+
+    def check_context(self, path: str, model: ModelConfig) -> None:
+        """Raise ModelError for a checkpoint whose context is shorter than the one in use."""
+        if model.text.max_position_embeddings < self.max_model_len:
+            context = f"a context of {model.text.max_position_embeddings} tokens"
+            raise ModelError(f"{path} has {context}, and {self.max_model_len} are in use")
+
+    def allocate_caches(self) -> tuple[KVCache, StateCache | None]:
+        """The KV cache, and that of states, if the model has any; ModelError where the memory cannot be had."""
+        parts = self.model.text.state_parts
+        states = StateCache(parts, self.num_state_slots, self.dtype, self.device) if parts else None
+        num_blocks = self.num_blocks + self.num_reserved
+        return KVCache(self.layout, num_blocks, self.model.text.num_kv_layers, self.device), states
+
+
+def _unsized(config: WorkerConfig, path: str) -> ModelSpec:
+    """Everything but the sizes, which are 0."""
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    with contextlib.closing(open_checkpoint(path)) as checkpoint:
+        model = checkpoint.config
+        _check_pillow(path, model)
+        layout = _layout_of(config, model.text, dtype)
+        kernels = choose_kernels(config, model.text, dtype, device, layout.dtype)
+        layout = replace(layout, transposes_keys=kernels.transposes_keys)
+        linears = LinearChoice(config, kernels)
+        return ModelSpec(
+            path=path,
+            model=model,
+            device=device,
+            dtype=dtype,
+            max_num_seqs=config.max_num_seqs,
+            layout=layout,
+            kernels=kernels,
+            graphs=choose_graphs(config, model.text, kernels),
+            linears=linears,
+            quantization=linears.quantization_of(checkpoint),
+            max_model_len=0,
+            num_blocks=0,
+            num_reserved=0,
+            num_state_slots=0,
+        )
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto`: CUDA where there is one. ModelError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        message = f"device {name}: there are {torch.cuda.device_count()} CUDA devices"
+        raise ModelError(f"{message}; choose the device cpu or auto")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto`: bfloat16 on CUDA and where the CPU multiplies it (AVX512-BF16, AMX), else float32."""
+    if name == "auto":
+        fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return torch.bfloat16 if fast else torch.float32
+    return torch.float32 if name == "float32" else torch.bfloat16
+
+
+def _check_draft(draft: ModelSpec, target: ModelSpec) -> None:
+    """Raise ModelError unless the one can draft for the other."""
+    for spec in (draft, target):
+        for kind, is_one in (
+            ("an embedding model", spec.model.text.embeds),
+            ("a model with states", bool(spec.model.text.state_parts)),
+            ("a model with images", spec.model.images is not None),
+        ):
+            if is_one:
+                raise ModelError(f"{spec.path} is {kind}, and draft_model (--draft-model) takes none")
+    has, wants = draft.model.text.vocab_size, target.model.text.vocab_size
+    if has != wants:
+        raise ModelError(f"{draft.path} cannot draft for {target.path}: it has {has} tokens, not {wants}")
+
+
+def _layout_of(config: WorkerConfig, model: TextConfig, dtype: torch.dtype) -> KVLayout:
+    """The layout for kernels that do not transpose keys."""
+    cache_dtype = torch.int8 if config.kv_cache_dtype == "int8" else dtype
+    return KVLayout(cache_dtype, config.block_size, model.num_kv_heads, model.head_dim, transposes_keys=False)
+
+
+def _check_pillow(path: str, model: ModelConfig) -> None:
+    if model.images is not None and importlib.util.find_spec("PIL") is None:
+        raise ModelError(f"{path}: images need Pillow (the extra `vision`), which is not installed: pip install pillow")
+
+
+def _differences(ours: ModelConfig, theirs: ModelConfig) -> Iterator[str]:
+    if ours.model_type != theirs.model_type:
+        yield f"model_type is {theirs.model_type}, not {ours.model_type}"
+        return
+    others = dict(_forward_fields(asdict(theirs)))
+    for name, value in _forward_fields(asdict(ours)):
+        if not _is_same(value, others[name]):
+            yield f"{name} is {others[name]}, not {value}"
+
+
+def _forward_fields(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """All fields but the length of the context, which the forward pass does not depend on."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _forward_fields(value, f"{prefix}{name}.")
+        elif name != "max_position_embeddings":
+            yield prefix + name, value
+
+
+def _is_same(ours: object, theirs: object) -> bool:
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=_PRECISION)
+    return ours == theirs
