@@ -47,7 +47,8 @@ def config(smollm2):
 
 async def test_the_embedding_examples_run(config):
     functions = examples("embedding.md")
-    del functions["test_my_program"], functions["search"]  # which have tests of their own
+    for name in ("test_my_program", "search", "adapted"):  # which have tests of their own
+        del functions[name]
     assert len(functions) == 15
     async with open_engine(config) as engine:
         for function in functions.values():
@@ -59,6 +60,12 @@ async def test_the_embedding_examples_run(config):
 async def test_the_example_of_embeddings_runs(autojump_clock):
     async with simulated_engine(limits=replace(DEFAULT_LIMITS, embeds=True)) as (engine, _):
         await examples("embedding.md")["search"](engine)
+
+
+async def test_the_example_of_adapters_runs(autojump_clock):
+    async with simulated_engine() as (engine, _):
+        await examples("embedding.md")["adapted"](engine)
+        assert not engine.adapters
 
 
 async def test_an_example_for_an_engine_runs_with_a_client():

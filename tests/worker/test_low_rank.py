@@ -183,8 +183,8 @@ def changed(tensors, change):
         ("only lora_B", r"lora_B.weight' where pairs of lora_A and lora_B were expected"),
         ("another tensor", r"'base_model.model.lm_head.weight' where pairs"),
         ("other sizes", r"lora_A \[2, 48\] and lora_B \[3, 2\], which do not fit a matrix \[48, 48\]"),
-        ("unknown", r"'model.layers.0.self_attn.x_proj' is no matrix of this model that adapters can change"),
-        ("the head", r"'lm_head' is no matrix of this model"),
+        ("unknown", r"'model.layers.0.self_attn.x_proj' is not a matrix of this model that adapters can change"),
+        ("the head", r"'lm_head' is not a matrix of this model"),
         ("not finite", r"lora_B.weight has numbers that are not finite"),
     ],
 )

@@ -38,7 +38,7 @@ class Configure:
 class Adapter:
     """A LoRA adapter, which the worker loads with the first request that uses it."""
 
-    id: int  # minted by the engine; NO_ADAPTER is none's
+    id: int  # minted by the engine, and never NO_ADAPTER
     path: str
 
 

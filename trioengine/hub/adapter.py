@@ -80,9 +80,9 @@ def read_adapter(directory: Path, matrices: Mapping[str, Shape]) -> dict[str, Lo
 def _change(
     fields: Fields, module: str, down: StoredTensor, up: StoredTensor | None, shape: Shape | None
 ) -> LowRankChange:
-    """Check the pair of one matrix, which has this shape; None: there is no such matrix."""
+    """Check the pair of one matrix, which has this shape; None: the model has no such matrix."""
     if shape is None:
-        raise ModelError(f"{down.file}: {brief(module)} is no matrix of this model that adapters can change")
+        raise ModelError(f"{down.file}: {brief(module)} is not a matrix of this model that adapters can change")
     if up is None:
         raise ModelError(f"{down.file}: {brief(module)} has lora_A, and no lora_B")
     rank = down.shape[0] if down.shape else 0

@@ -1,4 +1,4 @@
-"""Which adapters the runner holds: those of the sessions that are there, and the latest of the others."""
+"""Which adapters the runner holds: the adapters of all sessions, and the latest of the others."""
 
 from __future__ import annotations
 
