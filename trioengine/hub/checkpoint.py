@@ -13,6 +13,7 @@ MODEL_TYPES reads the files of these types. It defines
 
 from __future__ import annotations
 
+import math
 import mmap
 import pkgutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -67,6 +68,7 @@ def read_safetensors(directory: Path) -> SafetensorsHeader:
     config = config_from_hf(fields, len(tensors))
     if pools_directory(directory, fields):
         config, tensors = _embedding_config(config, directory), _with_prefix(tensors)
+    tensors = _parted(directory, config, tensors)
     _check_tensors(directory, config, {name: tensor.shape for name, tensor in tensors.items()})
     return SafetensorsHeader(config, fields, tensors)
 
@@ -254,6 +256,25 @@ def _check_tensor(name: str, tensor: StoredTensor, others: dict[str, StoredTenso
         raise ModelError(f"{tensor.file}: tensor {brief(name)} is also in {brief(others[name].file.name)}")
     if len(others) == MAX_MODEL_TENSORS:
         raise ModelError(f"{tensor.file}: the model has more than {MAX_MODEL_TENSORS} tensors")
+
+
+def _parted(directory: Path, config: ModelConfig, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors with the parts of each joined one in its place."""
+    parted = dict(tensors)
+    for name, parts in config.joined_tensors():
+        whole = parted.pop(name, None)
+        if whole is None:
+            continue
+        counts = {part: sum(map(len, rows)) for part, rows in parts.items()}
+        num_rows, total = math.prod(whole.shape[:-1]), sum(counts.values())
+        if num_rows != total:
+            raise ModelError(f"{directory}: tensor {name} has the shape {brief(list(whole.shape))}, not {total} rows")
+        for part, rows in parts.items():
+            if part in parted:
+                raise ModelError(f"{directory}: tensors {brief(name)} and {brief(part)} are the same one")
+            shape, nbytes = (counts[part], *whole.shape[-1:]), whole.nbytes * counts[part] // total
+            parted[part] = replace(whole, shape=shape, nbytes=nbytes, rows=rows)
+    return parted
 
 
 def _weight_map(directory: Path, index: Fields) -> dict[str, str]:

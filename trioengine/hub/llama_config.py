@@ -6,7 +6,7 @@ Other decoders of its kind have a configuration derived from it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import Undecoded
 from trioengine.core.wording import brief
-from trioengine.hub.model_config import Fields, Shape, StatePart
+from trioengine.hub.model_config import Fields, JoinedTensors, Shape, StatePart
 from trioengine.hub.rope_config import RopeScaling, RopeType, scaling_from_gguf, scaling_from_hf
 
 MODEL_TYPES = ("llama",)
@@ -38,7 +38,6 @@ LAYER_NAMES = {  # and of a layer
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_ATTENTION = "full_attention"
 _EMBEDDING = "token_embd.weight"
 ConfigT = TypeVar("ConfigT", bound="LlamaConfig")
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", re.ASCII)
@@ -138,6 +137,10 @@ class LlamaConfig:
             "lm_head.weight": (self.vocab_size, self.hidden_size),
             FREQUENCY_DIVISORS: (self.rotary_dim // 2,),
         }
+
+    def joined_tensors(self) -> JoinedTensors:
+        """Yield the tensors that a directory may have in place of several, and the rows of these in them: none."""
+        return iter(())
 
     @classmethod
     def from_hf(cls, fields: Fields, num_tensors: int, **more: Any) -> Self:
@@ -267,25 +270,6 @@ def windows_of(fields: Fields, num_layers: int, is_sliding: Callable[[int], bool
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in supported for kind in kinds):
         raise fields.bad("layer_types", f"must be {num_layers} of {', '.join(supported)}")
     return tuple(fields.count("sliding_window") if kind == "sliding_attention" else None for kind in kinds)
-
-
-def attention_layers(fields: Fields, num_layers: int, other: str, kinds: Sequence[str]) -> tuple[bool, ...]:
-    """Return whether each layer has attention, by config.json's `layer_types`, or else by `kinds`.
-
-    The kinds are full_attention and `other`. Raises ModelError, naming the field.
-    """
-    given = fields.get("layer_types")
-    kinds, supported = (kinds if given is None else given), (_ATTENTION, other)
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in supported for kind in kinds):
-        raise fields.bad("layer_types", f"must be {num_layers} of {', '.join(supported)}")
-    return checked_attention(fields, tuple(kind == _ATTENTION for kind in kinds))
-
-
-def checked_attention(fields: Fields, attends: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Return whether each layer has attention. Raises ModelError if none has."""
-    if not any(attends):
-        raise ModelError(f"{fields.path}: a model without a layer of attention is not supported")
-    return attends
 
 
 def count_layers(fields: Fields, field: str, num_tensors: int, default: int | None = None) -> int:

@@ -6,15 +6,17 @@ A checkpoint with a vision tower is read for texts: the tower is ignored, and so
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from trioengine.hub.lfm2_config import count_taps
-from trioengine.hub.llama_config import LlamaConfig, attention_layers, count_layers, rope_of
+from trioengine.hub.lfm2_config import attention_layers, count_taps
+from trioengine.hub.llama_config import LlamaConfig, count_layers, rope_of
 from trioengine.hub.model_config import Fields, Shape, StatePart
 from trioengine.hub.rope_config import scaling_from_hf
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
+_WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 TEXT_PREFIX = "model.language_model."  # of names in a checkpoint with a vision tower
-_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4, "max_position_embeddings": 32768}
+DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4, "max_position_embeddings": 32768}  # transformers'
 _ROTATED = 0.25  # of a head
 _INTERVAL = 4  # every so many layers one has attention
 _MAX_DELTA_DIM = 256  # delta.h's
@@ -63,11 +65,16 @@ class Qwen35Config(LlamaConfig):
         return self.delta.state_parts * self.attends.count(False)
 
     @property
+    def prefix(self) -> str:
+        """The beginning of the names of all tensors but the head's."""
+        return TEXT_PREFIX if self.model_type in _WITH_IMAGES else "model."
+
+    @property
     def ignored_prefixes(self) -> tuple[str, ...]:
         return ("mtp.", "model.visual.")
 
     def wanted_tensors(self, prefix: str = "model.") -> dict[str, Shape]:
-        return LlamaConfig.wanted_tensors(self, TEXT_PREFIX if self.model_type == "qwen3_5" else prefix)
+        return LlamaConfig.wanted_tensors(self, self.prefix)
 
     def tensors_of(self, index: int) -> dict[str, Shape]:
         tensors = LlamaConfig.layer_tensors(self)
@@ -102,32 +109,38 @@ class Qwen35Config(LlamaConfig):
 
 def config_from_hf(fields: Fields, num_tensors: int) -> Qwen35Config:
     """Read config.json, or its `text_config`, if it has a vision tower. Raises ModelError, naming the field."""
+    text = decoder_fields(fields).defaulting(DEFAULTS)
     model_type = fields.string("model_type")
-    text = fields.object("text_config") if model_type == "qwen3_5" else fields
-    tied = text.flag("tie_word_embeddings", fields.flag("tie_word_embeddings"))
-    text = text.defaulting(_DEFAULTS)
-    if not text.flag("attn_output_gate", default=True):
-        raise text.bad("attn_output_gate", "must be true")
-    num_layers = count_layers(text, "num_hidden_layers", num_tensors)
-    interval = text.count("full_attention_interval", _INTERVAL)
+    return Qwen35Config.from_hf(text, num_tensors, model_type=model_type, **hybrid_values(text, num_tensors))
+
+
+def decoder_fields(fields: Fields) -> Fields:
+    """Return the fields of the decoder."""
+    if fields.string("model_type") not in _WITH_IMAGES:
+        return fields
+    return fields.object("text_config", {"tie_word_embeddings": fields.flag("tie_word_embeddings")})
+
+
+def hybrid_values(fields: Fields, num_tensors: int) -> dict[str, Any]:
+    """Return the values of a decoder with delta nets for `LlamaConfig.from_hf`. Raises ModelError, naming the field."""
+    if not fields.flag("attn_output_gate", default=True):
+        raise fields.bad("attn_output_gate", "must be true")
+    num_layers = count_layers(fields, "num_hidden_layers", num_tensors)
+    interval = fields.count("full_attention_interval", _INTERVAL)
     kinds = ["linear_attention" if (index + 1) % interval else "full_attention" for index in range(num_layers)]
-    rope = rope_of(text)
-    place = text if rope.get("partial_rotary_factor") is None else rope
+    rope = rope_of(fields)
+    place = fields if rope.get("partial_rotary_factor") is None else rope
     share = place.number("partial_rotary_factor", _ROTATED)
     if share > 1:
         raise place.bad("partial_rotary_factor", "must be at most 1")
-    rotary_dim = int(text.count("head_dim") * share)
-    return Qwen35Config.from_hf(
-        text,
-        num_tensors,
-        model_type=model_type,
-        tie_word_embeddings=tied,
-        rotary_dim=rotary_dim,
-        rope_scaling=scaling_from_hf(rope, text, text.count("max_position_embeddings"), rotary_dim),
-        attends=attention_layers(text, num_layers, "linear_attention", kinds),
-        delta=_delta_shape(text),
-        mlp_bias=False,
-    )
+    rotary_dim = int(fields.count("head_dim") * share)
+    return {
+        "rotary_dim": rotary_dim,
+        "rope_scaling": scaling_from_hf(rope, fields, fields.count("max_position_embeddings"), rotary_dim),
+        "attends": attention_layers(fields, num_layers, "linear_attention", kinds),
+        "delta": _delta_shape(fields),
+        "mlp_bias": False,
+    }
 
 
 def _delta_shape(fields: Fields) -> DeltaShape:

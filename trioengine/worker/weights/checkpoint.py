@@ -121,9 +121,9 @@ class WeightReader:
         weight = self._give(joined([self._read(f"{name}.weight") for name in names]))
         return self._make(weight, bias)
 
-    def exact_linear(self, name: str) -> Linear:
+    def exact_linear(self, *names: str) -> Linear:
         """A layer of numbers of the dtype, also where others are of integers."""
-        weight = self._give(self._read(f"{name}.weight"))
+        weight = self._give(joined([self._read(f"{name}.weight") for name in names]))
         return make_linear(weight) if self._linears.products is None else self._linears.products.make(weight)
 
     def linear_of(self, weight: Tensor, name: str) -> Linear:

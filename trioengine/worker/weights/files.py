@@ -45,10 +45,13 @@ class SafetensorsCheckpoint:
         try:
             if file not in self._files:
                 self._files[file] = safe_open(str(file), framework="pt", device="cpu")
-            tensor: torch.Tensor = self._files[file].get_tensor(stored.name)
+            tensor: torch.Tensor = self._files[file].get_tensor(stored.name)  # a view of the file
         except (SafetensorError, OSError) as exc:  # it has changed since its header was read
             raise ModelError(f"{file} is damaged: {excerpt(str(exc))}") from exc
-        return tensor.to(dtype, copy=True)
+        if stored.rows is None:
+            return tensor.to(dtype, copy=True)
+        all_rows = tensor.view(-1, tensor.shape[-1])
+        return torch.cat([all_rows[rows.start : rows.stop] for rows in stored.rows]).to(dtype)
 
     @property
     def integer_share(self) -> float:
