@@ -246,7 +246,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 33,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
-    "qwen3_5-moe": QWEN35_MOE,
+    "qwen3_5-moe": {
+        **QWEN35_MOE,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "shared_expert_intermediate_size": 72,
+        "num_key_value_heads": 6,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+    },
     "qwen3_5-moe-vision": {
         "model_type": "qwen3_5_moe",
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
