@@ -253,7 +253,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 72,
         "num_key_value_heads": 6,
         "linear_num_key_heads": 3,
-        "linear_num_value_heads": 3,
+        "linear_num_value_heads": 6,
     },
     "qwen3_5-moe-vision": {
         "model_type": "qwen3_5_moe",

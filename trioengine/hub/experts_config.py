@@ -19,6 +19,12 @@ GGUF_NAMES = {  # of a layer with experts
     "ffn_up_exps": f"mlp.experts.{STACKED}.up_proj",
     "ffn_down_exps": f"mlp.experts.{STACKED}.down_proj",
 }
+GGUF_SHARED_NAMES = {  # of a shared expert
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -34,18 +40,25 @@ class ExpertsShape:
     layers: tuple[bool, ...]  # whether each layer has experts; the others have one MLP
     shared_size: int = 0  # of an expert that every token is given to as well; 0: there is none
 
-    def replace_mlp(self, tensors: dict[str, Shape], index: int, hidden: int) -> dict[str, Shape]:
-        """Return the tensors of the layer `index`, with experts in place of its MLP, if it has them."""
-        if not self.layers[index]:
-            return tensors
-        others = {name: shape for name, shape in tensors.items() if not name.startswith("mlp.")}
-        experts: dict[str, Shape] = {"mlp.gate.weight": (self.count, hidden)}
-        for expert in range(self.count):
-            experts |= _projections(f"mlp.experts.{expert}", self.size, hidden)
+    def replace_mlps(self, tensors: dict[str, Shape], prefix: str, hidden: int) -> None:
+        """Put experts in place of MLPs into all tensors, whose names begin with the prefix."""
+        for index, has_experts in enumerate(self.layers):
+            if has_experts:
+                mlp = f"{prefix}layers.{index}.mlp."
+                for name in _PROJECTIONS:
+                    del tensors[f"{mlp}{name}.weight"]
+                tensors |= self._tensors(mlp, hidden)
+
+    def _tensors(self, mlp: str, hidden: int) -> dict[str, Shape]:
+        tensors: dict[str, Shape] = {f"{mlp}gate.weight": (self.count, hidden)}
+        for name in _PROJECTIONS:
+            shape = _shape(name, self.size, hidden)
+            tensors |= {f"{mlp}experts.{expert}.{name}.weight": shape for expert in range(self.count)}
+            if self.shared_size:
+                tensors[f"{mlp}shared_expert.{name}.weight"] = _shape(name, self.shared_size, hidden)
         if self.shared_size:
-            experts |= _projections("mlp.shared_expert", self.shared_size, hidden)
-            experts["mlp.shared_expert_gate.weight"] = (1, hidden)
-        return others | experts
+            tensors[f"{mlp}shared_expert_gate.weight"] = (1, hidden)
+        return tensors
 
     def stacks(self, hidden: int) -> Iterator[tuple[str, dict[str, Rows]]]:
         """Yield the stacks of a layer, and the rows of each expert's projections in them."""
@@ -58,8 +71,8 @@ class ExpertsShape:
             yield f"mlp.experts.{stack}", rows
 
 
-def _projections(mlp: str, size: int, hidden: int) -> dict[str, Shape]:
-    return {f"{mlp}.{name}.weight": (hidden, size) if name == "down_proj" else (size, hidden) for name in _PROJECTIONS}
+def _shape(projection: str, size: int, hidden: int) -> Shape:
+    return (hidden, size) if projection == "down_proj" else (size, hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +81,10 @@ class ExpertsConfig(LlamaConfig):
 
     experts: ExpertsShape
 
-    def tensors_of(self, index: int) -> dict[str, Shape]:
-        return self.experts.replace_mlp(self.layer_tensors(), index, self.hidden_size)
+    def wanted_tensors(self, prefix: str = "model.") -> dict[str, Shape]:
+        wanted = LlamaConfig.wanted_tensors(self, prefix)
+        self.experts.replace_mlps(wanted, prefix, self.hidden_size)
+        return wanted
 
 
 def experts_from_hf(
@@ -88,14 +103,22 @@ def experts_from_hf(
     )
 
 
-def experts_from_gguf(fields: Fields, size: int, num_layers: int, *, normalizes: bool) -> ExpertsShape:
+def experts_from_gguf(
+    fields: Fields, size: int, num_layers: int, *, normalizes: bool, shared_size: int = 0
+) -> ExpertsShape:
     """Read the metadata: all layers have experts. llama.cpp fixes `normalizes` for each architecture.
 
     Raises ModelError, naming the key.
     """
     count, num_chosen = _counts(fields, "expert_count", "expert_used_count", num_layers)
-    layers = (True,) * num_layers
-    return ExpertsShape(count=count, num_chosen=num_chosen, size=size, normalizes=normalizes, layers=layers)
+    return ExpertsShape(
+        count=count,
+        num_chosen=num_chosen,
+        size=size,
+        normalizes=normalizes,
+        layers=(True,) * num_layers,
+        shared_size=shared_size,
+    )
 
 
 def _counts(fields: Fields, count: str, per_token: str, num_layers: int) -> tuple[int, int]:

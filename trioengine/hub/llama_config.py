@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import Undecoded
 from trioengine.core.wording import brief
-from trioengine.hub.model_config import Fields, JoinedTensors, Shape, StatePart
+from trioengine.hub.model_config import Fields, JoinedTensors, Rows, Shape, StatePart
 from trioengine.hub.rope_config import RopeScaling, RopeType, scaling_from_gguf, scaling_from_hf
 
 MODEL_TYPES = ("llama",)
@@ -310,10 +310,12 @@ def hf_name(name: str, layer_names: Mapping[str, str] = LAYER_NAMES) -> str:
     return f"model.layers.{layer}.{layer_names[stem]}.{kind}" if stem in layer_names else name
 
 
-def interleaved_heads(name: str, config: LlamaConfig) -> int | None:
-    """Return the heads of a tensor whose rotary pairs llama.cpp stores side by side, by its Hugging Face name."""
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-    return next((count for projection, count in heads.items() if f".{projection}." in name), None)
+def stored_rows(name: str, config: LlamaConfig) -> Rows | None:
+    """Return the rows of a tensor, by its Hugging Face name, in a file with each head's rotary pairs side by side."""
+    heads, size = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}, config.head_dim
+    count = next((count for projection, count in heads.items() if f".{projection}." in name), 0)
+    firsts = (start + place for start in range(0, count * size, size) for place in (0, 1))
+    return tuple(range(first, first + size - first % 2, 2) for first in firsts) or None
 
 
 def gguf_fields(metadata: Mapping[str, Any], path: Path, architecture: str) -> Fields:

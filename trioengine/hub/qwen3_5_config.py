@@ -5,18 +5,37 @@ A checkpoint with a vision tower is read for texts: the tower is ignored, and so
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from trioengine.hub.lfm2_config import attention_layers, count_taps
-from trioengine.hub.llama_config import LlamaConfig, count_layers, rope_of
-from trioengine.hub.model_config import Fields, Shape, StatePart
+from trioengine.hub import llama_config
+from trioengine.hub.gguf_tensors import StoredForm
+from trioengine.hub.lfm2_config import attention_layers, checked_attention, count_taps
+from trioengine.hub.llama_config import LAYER_NAMES, LlamaConfig, count_layers, gguf_fields, rope_of
+from trioengine.hub.model_config import Fields, Rows, Shape, StatePart
+from trioengine.hub.qwen3_config import HEAD_NORM_NAMES
 from trioengine.hub.rope_config import scaling_from_hf
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
+GGUF_TYPES = ("qwen35",)
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 TEXT_PREFIX = "model.language_model."  # of names in a checkpoint with a vision tower
 DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4, "max_position_embeddings": 32768}  # transformers'
+GGUF_NAMES = {
+    **LAYER_NAMES,
+    **HEAD_NORM_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_STEMS = {"a": "A_log", "dt.bias": "dt_bias"}  # which have another form
 _ROTATED = 0.25  # of a head
 _INTERVAL = 4  # every so many layers one has attention
 _MAX_DELTA_DIM = 256  # delta.h's
@@ -71,7 +90,8 @@ class Qwen35Config(LlamaConfig):
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        return ("mtp.", "model.visual.")
+        behind = self.num_layers  # in GGUF files the layer that predicts more tokens
+        return ("mtp.", "model.visual.", f"model.layers.{behind}.", f"blk.{behind}.")
 
     def wanted_tensors(self, prefix: str = "model.") -> dict[str, Shape]:
         return LlamaConfig.wanted_tensors(self, self.prefix)
@@ -154,6 +174,94 @@ def _delta_shape(fields: Fields) -> DeltaShape:
         value_dim=_head_dim(fields, "linear_value_head_dim"),
         num_taps=count_taps(fields, "linear_conv_kernel_dim", 4),
     )
+
+
+# ---- GGUF files: llama.cpp's conversion puts the heads of values that share no head of keys side by side -----------
+
+
+def config_from_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, Shape], path: Path) -> Qwen35Config:
+    """Read the `qwen35.*` metadata. Raises ModelError, naming the key or the tensor."""
+    values = hybrid_gguf_values(gguf_fields(metadata, path, "qwen35"), shapes)
+    return Qwen35Config.from_gguf(metadata, shapes, path, "qwen35", model_type="qwen3_5_text", **values)
+
+
+def hybrid_gguf_values(fields: Fields, shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """Return the values of a decoder with delta nets for `LlamaConfig.from_gguf`. Raises ModelError, naming the key."""
+    num_layers = count_layers(fields, "block_count", len(shapes)) - fields.index("nextn_predict_layers", 0)
+    interval = fields.count("full_attention_interval", _INTERVAL)
+    attends = tuple((index + 1) % interval == 0 for index in range(num_layers))
+    key_heads, value_heads = fields.count("ssm.group_count"), fields.count("ssm.time_step_rank")
+    if value_heads % key_heads:
+        raise fields.bad("ssm.time_step_rank", f"must be a multiple of the heads of keys, {key_heads}")
+    if (values := fields.count("ssm.inner_size")) % value_heads:
+        raise fields.bad("ssm.inner_size", f"must be a multiple of the heads of values, {value_heads}")
+    delta = DeltaShape(
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_dim=_head_dim(fields, "ssm.state_size"),
+        value_dim=values // value_heads,
+        num_taps=count_taps(fields, "ssm.conv_kernel"),
+    )
+    first = checked_attention(fields, attends).index(True)
+    return {
+        "num_layers": num_layers,
+        "windows": (None,) * num_layers,
+        "rotary_dim": fields.count("rope.dimension_count"),
+        "attends": attends,
+        "delta": delta,
+        "attention_bias": f"blk.{first}.attn_q.bias" in shapes,
+        "output_bias": f"blk.{first}.attn_output.bias" in shapes,
+        "mlp_bias": False,
+    }
+
+
+def hf_name(name: str) -> str:
+    """Return the Hugging Face name of a GGUF tensor."""
+    return hybrid_hf_name(name, GGUF_NAMES)
+
+
+def hybrid_hf_name(name: str, names: Mapping[str, str]) -> str:
+    """Return the Hugging Face name of a GGUF tensor; `names` are those of a layer but for two."""
+    block, _, stem = name.rpartition(".ssm_")
+    if stem in _STEMS and block:
+        return f"{block.replace('blk', 'model.layers', 1)}.linear_attn.{_STEMS[stem]}"
+    return llama_config.hf_name(name, names)
+
+
+def stored_rows(name: str, config: Qwen35Config) -> Rows | None:
+    """Return the rows of a tensor in the file, by its Hugging Face name."""
+    delta, kind = config.delta, name.rpartition("linear_attn.")[2]
+    if name == kind or delta.num_key_heads == delta.num_value_heads:
+        return None
+    if kind in ("in_proj_qkv.weight", "conv1d.weight"):
+        start = 2 * delta.num_key_heads * delta.key_dim
+        return range(start), *_tiled(delta, delta.value_dim, start)
+    if kind == "in_proj_z.weight":
+        return _tiled(delta, delta.value_dim)
+    return _tiled(delta, 1) if kind in ("in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias") else None
+
+
+def stored_columns(name: str, config: Qwen35Config) -> Rows | None:
+    """Return the columns of a tensor in the file, by its Hugging Face name."""
+    delta = config.delta
+    is_moved = name.endswith("linear_attn.out_proj.weight") and delta.num_key_heads != delta.num_value_heads
+    return _tiled(delta, delta.value_dim) if is_moved else None
+
+
+def _tiled(delta: DeltaShape, size: int, start: int = 0) -> Rows:
+    """Return the places of all heads of values: the file has the first one of each head of keys, then the second ones."""
+    step, end = delta.num_key_heads * size, start + delta.num_value_heads * size
+    return tuple(
+        range(place, place + size) for first in range(start, start + step, size) for place in range(first, end, step)
+    )
+
+
+def stored_form(name: str) -> StoredForm:
+    """Return how llama.cpp stores a tensor: weights of norms with the 1 of their formula, rates without a logarithm."""
+    if name.endswith("linear_attn.A_log"):
+        return StoredForm.MINUS_EXPONENTIAL
+    is_plus_one = name.endswith("norm.weight") and "linear_attn" not in name
+    return StoredForm.PLUS_ONE if is_plus_one else StoredForm.SAME
 
 
 def _head_dim(fields: Fields, field: str) -> int:

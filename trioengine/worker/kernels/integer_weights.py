@@ -60,6 +60,15 @@ class IntegerWeight:
         minima = None if self.minima is None else change(self.minima)
         return IntegerWeight(change(self.codes), change(self.scales), minima, self.zero, self.bits)
 
+    def with_columns(self, columns: list[int]) -> IntegerWeight | None:
+        """The weight with its columns in another order; None unless whole groups of them keep together."""
+        groups = torch.tensor(columns).view(-1, GROUP)
+        order = groups[:, 0] // GROUP
+        if not torch.equal(groups, GROUP * order[:, None] + torch.arange(GROUP)):
+            return None
+        minima = None if self.minima is None else self.minima[:, order]
+        return IntegerWeight(self.codes[:, columns], self.scales[:, order], minima, self.zero, self.bits)
+
     def rows(self, start: int, stop: int) -> IntegerWeight:
         """Some rows of the weight, a view."""
         return self.map_rows(lambda values: values[start:stop])
