@@ -234,7 +234,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "linear_num_key_heads": 3,
         "linear_num_value_heads": 3,
-        "linear_value_head_dim": 20,
+        "linear_value_head_dim": 24,
         "linear_conv_kernel_dim": 2,
     },
     "qwen3-next-groups": {
@@ -262,7 +262,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
             **BASE,
             **QWEN35_MOE,
             "num_key_value_heads": 3,
-            "num_experts": 9,
+            "num_experts": 10,
             "num_experts_per_tok": 4,
             "shared_expert_intermediate_size": 9,
             "tie_word_embeddings": True,

@@ -193,8 +193,11 @@ def hybrid_gguf_values(fields: Fields, shapes: Mapping[str, Shape]) -> dict[str,
     key_heads, value_heads = fields.count("ssm.group_count"), fields.count("ssm.time_step_rank")
     if value_heads % key_heads:
         raise fields.bad("ssm.time_step_rank", f"must be a multiple of the heads of keys, {key_heads}")
-    if (values := fields.count("ssm.inner_size")) % value_heads:
+    values, most = fields.count("ssm.inner_size"), value_heads * _MAX_DELTA_DIM
+    if values % value_heads:
         raise fields.bad("ssm.inner_size", f"must be a multiple of the heads of values, {value_heads}")
+    if values > most:
+        raise fields.bad("ssm.inner_size", f"must be at most {most}")
     delta = DeltaShape(
         num_key_heads=key_heads,
         num_value_heads=value_heads,
