@@ -13,6 +13,7 @@ MODEL_TYPES reads the files of these types. It defines
 
 from __future__ import annotations
 
+import math
 import mmap
 import pkgutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -27,7 +28,7 @@ from trioengine import hub
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import parse_gguf
 from trioengine.core.wording import brief
-from trioengine.hub.gguf_tensors import PlacedTensor, StoredForm, in_hf_shapes, num_rows, place_tensors
+from trioengine.hub.gguf_tensors import PlacedTensor, StoredForm, in_hf_shapes, place_tensors
 from trioengine.hub.llama_config import LlamaConfig
 from trioengine.hub.model_config import MAX_MODEL_TENSORS, Fields, ModelConfig, Rows, Shape, open_file, read_json
 from trioengine.hub.pooling import pools_directory, pools_gguf
@@ -204,7 +205,7 @@ def _parted(path: Path, config: ModelConfig, tensors: dict[str, TensorT]) -> dic
         whole: TensorT = parted.pop(name)
         counts = {part: sum(map(len, rows)) for part, rows in parts.items()}
         total = sum(counts.values())
-        if num_rows(whole.shape) != total:
+        if math.prod(whole.shape[:-1]) != total:
             raise ModelError(f"{path}: tensor {name} has the shape {brief(list(whole.shape))}, not {total} rows")
         for part, rows in parts.items():
             if part in parted:
