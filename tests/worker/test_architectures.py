@@ -267,3 +267,23 @@ def test_a_gguf_file_has_the_same_weights(tmp_path, variant):
         with runner._spec.opened(str(tmp_path / "tiny.gguf")):
             pass
     stored.close()
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+@pytest.mark.parametrize("size", [8, 64])
+def test_heads_of_values_in_a_gguf_file_of_integers(tmp_path, size, kind):
+    """Columns are put in order as integers where heads are whole groups of columns, and else in numbers."""
+    changes = {"hidden_size": 256, "intermediate_size": 256, "linear_value_head_dim": size, "head_dim": 64}
+    changes |= {"linear_num_value_heads": 512 // size, "num_attention_heads": 4}
+    heads = {"ssm.time_step_rank": 512 // size, "ssm.inner_size": 512, "rope.dimension_count": 16}
+    path = write_gguf(tmp_path / "tiny.gguf", "qwen3_5", {**DELTA, **heads}, kind, **changes)
+    stored = open_checkpoint(str(path))
+    tensors = tiny_decoders.tensors("qwen3_5", **changes)
+    for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj"):
+        name = f"model.layers.0.linear_attn.{name}.weight"
+        integers = stored.read_integers(name)
+        assert (integers is None) == (size == 8 and "out_proj" in name)
+        for found in (stored.read(name, torch.float32), integers and integers.dequantize()):
+            if found is not None:
+                torch.testing.assert_close(found, tensors[name], rtol=0, atol=0.06)
+    stored.close()
