@@ -287,6 +287,9 @@ def test_experts_of_gguf_files():
         )
 
 
+LAYERS = ("model.layers.", "blk.")
+
+
 @pytest.mark.parametrize(
     ("keys", "attends"),
     [
@@ -296,8 +299,9 @@ def test_experts_of_gguf_files():
     ],
 )
 def test_the_layers_of_qwen3_5_in_gguf_files(keys, attends):
-    """Without the last ones, which predict more tokens; the tensors of one such layer are ignored."""
+    """Without the last ones, which predict more tokens, and whose tensors are ignored."""
     config = read_gguf("qwen35", **DELTA, **keys)
     assert (config.attends, config.num_layers, config.windows) == (attends, len(attends), (None,) * len(attends))
     assert config.delta == DeltaShape(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=8, num_taps=4)
-    assert f"model.layers.{len(attends)}." in config.ignored_prefixes
+    ignored = {"mtp.", "model.visual.", *(f"{layer}{i}." for i in range(len(attends), 4) for layer in LAYERS)}
+    assert set(config.ignored_prefixes) == ignored

@@ -229,7 +229,18 @@ def test_a_bad_field_is_named(model_type, fields, message):
         ),
         *(
             (kind, {"block_count": 2**31 - 1}, f"{kind}.block_count must be at most the number of tensors, 63")
-            for kind in ("gemma3", "smollm3", "phi3", "qwen3", "qwen3moe", "olmoe", "lfm2", "seed_oss", "qwen35", "qwen35moe")
+            for kind in (
+                "gemma3",
+                "smollm3",
+                "phi3",
+                "qwen3",
+                "qwen3moe",
+                "olmoe",
+                "lfm2",
+                "seed_oss",
+                "qwen35",
+                "qwen35moe",
+            )
         ),
         ("smollm3", {"block_count": "4"}, f"smollm3.block_count {COUNT}, got '4'"),
         ("qwen3", {"rope.dimension_count": 4}, "qwen3.rope.dimension_count must be the size of a head, 8, got 4"),

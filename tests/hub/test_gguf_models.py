@@ -274,7 +274,9 @@ def test_stacks_of_experts(tmp_path):
     with memoryview(path.read_bytes()) as buffer:
         tensors = read_gguf(buffer, path).tensors
     parts = [tensors[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"] for expert in range(3)]
-    assert {(part.stored_name, part.shape, part.nbytes) for part in parts} == {("blk.0.ffn_down_exps.weight", (2, 3), 24)}
+    assert {(part.stored_name, part.shape, part.nbytes) for part in parts} == {
+        ("blk.0.ffn_down_exps.weight", (2, 3), 24)
+    }
     assert [part.offset - parts[0].offset for part in parts] == [0, 24, 48]
 
 

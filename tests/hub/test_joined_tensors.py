@@ -45,7 +45,11 @@ def test_each_part_may_have_a_tensor_of_its_own(tmp_path, variant):
     [
         ("qwen3_5-moe", {STACK: torch.zeros(7, 48, 48)}, f"tensor {STACK} has the shape [7, 48, 48], not 384 rows"),
         ("qwen3_5-moe", {STACK: torch.zeros(())}, f"tensor {STACK} has the shape [], not 384 rows"),
-        ("qwen3_5-moe", {STACK: torch.zeros(8, 48, 47)}, "tensor model.layers.1.mlp.experts.0.gate_proj.weight has the"),
+        (
+            "qwen3_5-moe",
+            {STACK: torch.zeros(8, 48, 47)},
+            "tensor model.layers.1.mlp.experts.0.gate_proj.weight has the",
+        ),
         ("qwen3_5-moe", {STACK: None}, "missing tensors: 'model.layers.1.mlp.experts.0.gate_proj.weight'"),
         (
             "qwen3_5-moe",

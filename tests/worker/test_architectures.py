@@ -213,7 +213,9 @@ def with_joined(variant, tensors):
     if not variant.startswith("qwen3-next"):
         return tensors
     whole = tiny_decoders.joined(tiny_decoders.config(variant), tensors)
-    separate = {name: tensor for name, tensor in tensors.items() if not name.endswith(("in_proj_b.weight", "_a.weight"))}
+    separate = {
+        name: tensor for name, tensor in tensors.items() if not name.endswith(("in_proj_b.weight", "_a.weight"))
+    }
     return separate | {name: tensor for name, tensor in whole.items() if name.endswith("in_proj_ba.weight")}
 
 
@@ -267,6 +269,18 @@ def test_a_gguf_file_has_the_same_weights(tmp_path, variant):
         with runner._spec.opened(str(tmp_path / "tiny.gguf")):
             pass
     stored.close()
+
+
+def test_a_layer_of_a_gguf_file_that_predicts_more_tokens_is_ignored(tmp_path):
+    """It lies behind the others."""
+    variant = "qwen3_5-moe"
+    metadata = {**IN_GGUF[variant], "nextn_predict_layers": 1}
+    path = write_gguf(tmp_path / "tiny.gguf", variant, metadata, num_hidden_layers=6)
+    tensors = tiny_decoders.tensors(variant, num_hidden_layers=6)
+    others = {name: tensor for name, tensor in tensors.items() if ".layers.5." not in name}
+    directory = write_checkpoint(tmp_path / "model", {"config.json": tiny_decoders.config(variant)}, others)
+    found, expected = (load(each, kv_cache_memory=8 << 20) for each in (path, directory))
+    assert generate(found, [PROMPT], 12)[0] == generate(expected, [PROMPT], 12)[0]
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])

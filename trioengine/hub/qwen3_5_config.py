@@ -6,7 +6,7 @@ A checkpoint with a vision tower is read for texts: the tower is ignored, and so
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ class Qwen35Config(LlamaConfig):
 
     attends: tuple[bool, ...]  # whether each layer has attention; else it has a delta net
     delta: DeltaShape
+    num_ignored: int = field(default=0, compare=False)  # layers behind these, in GGUF files, which predict more tokens
 
     @property
     def num_kv_layers(self) -> int:
@@ -90,8 +91,9 @@ class Qwen35Config(LlamaConfig):
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        behind = self.num_layers  # in GGUF files the layer that predicts more tokens
-        return ("mtp.", "model.visual.", f"model.layers.{behind}.", f"blk.{behind}.")
+        behind = range(self.num_layers, self.num_layers + self.num_ignored)
+        layers = (f"{layer}{index}." for index in behind for layer in ("model.layers.", "blk."))
+        return ("mtp.", "model.visual.", *layers)
 
     def wanted_tensors(self, prefix: str = "model.") -> dict[str, Shape]:
         return LlamaConfig.wanted_tensors(self, self.prefix)
@@ -187,7 +189,8 @@ def config_from_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, Shape], p
 
 def hybrid_gguf_values(fields: Fields, shapes: Mapping[str, Shape]) -> dict[str, Any]:
     """Return the values of a decoder with delta nets for `LlamaConfig.from_gguf`. Raises ModelError, naming the key."""
-    num_layers = count_layers(fields, "block_count", len(shapes)) - fields.index("nextn_predict_layers", 0)
+    num_ignored = fields.index("nextn_predict_layers", 0)
+    num_layers = count_layers(fields, "block_count", len(shapes)) - num_ignored
     interval = fields.count("full_attention_interval", _INTERVAL)
     attends = tuple((index + 1) % interval == 0 for index in range(num_layers))
     key_heads, value_heads = fields.count("ssm.group_count"), fields.count("ssm.time_step_rank")
@@ -212,6 +215,7 @@ def hybrid_gguf_values(fields: Fields, shapes: Mapping[str, Shape]) -> dict[str,
         "rotary_dim": fields.count("rope.dimension_count"),
         "attends": attends,
         "delta": delta,
+        "num_ignored": num_ignored,
         "attention_bias": f"blk.{first}.attn_q.bias" in shapes,
         "output_bias": f"blk.{first}.attn_output.bias" in shapes,
         "mlp_bias": False,
@@ -224,7 +228,7 @@ def hf_name(name: str) -> str:
 
 
 def hybrid_hf_name(name: str, names: Mapping[str, str]) -> str:
-    """Return the Hugging Face name of a GGUF tensor; `names` are those of a layer but for two."""
+    """Return the Hugging Face name of a GGUF tensor; `names` has all names of a layer but two."""
     block, _, stem = name.rpartition(".ssm_")
     if stem in _STEMS and block:
         return f"{block.replace('blk', 'model.layers', 1)}.linear_attn.{_STEMS[stem]}"
@@ -252,7 +256,7 @@ def stored_columns(name: str, config: Qwen35Config) -> Rows | None:
 
 
 def _tiled(delta: DeltaShape, size: int, start: int = 0) -> Rows:
-    """Return the places of all heads of values: the file has the first one of each head of keys, then the second ones."""
+    """Return the places of the heads of values: the first one of each head of keys, then the second ones."""
     step, end = delta.num_key_heads * size, start + delta.num_value_heads * size
     return tuple(
         range(place, place + size) for first in range(start, start + step, size) for place in range(first, end, step)
