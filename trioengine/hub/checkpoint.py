@@ -203,14 +203,14 @@ def _parted(path: Path, config: ModelConfig, tensors: dict[str, TensorT]) -> dic
         if name not in parted:
             continue
         whole: TensorT = parted.pop(name)
-        counts = {part: sum(map(len, rows)) for part, rows in parts.items()}
-        total = sum(counts.values())
+        total = sum(len(piece) for rows in parts.values() for piece in rows)
         if math.prod(whole.shape[:-1]) != total:
             raise ModelError(f"{path}: tensor {name} has the shape {brief(list(whole.shape))}, not {total} rows")
         for part, rows in parts.items():
             if part in parted:
                 raise ModelError(f"{path}: tensors {brief(name)} and {brief(part)} are the same one")
-            shape, nbytes = (counts[part], *whole.shape[-1:]), whole.nbytes * counts[part] // total
+            count = sum(map(len, rows))
+            shape, nbytes = (count, *whole.shape[-1:]), whole.nbytes * count // total
             parted[part] = replace(whole, shape=shape, nbytes=nbytes, rows=rows)
     return parted
 

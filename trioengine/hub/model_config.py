@@ -23,7 +23,7 @@ Rows: TypeAlias = tuple[range, ...]  # of a stored tensor, in this order; all di
 JoinedTensors: TypeAlias = Iterator[tuple[str, Mapping[str, Rows]]]
 
 STACKED = "{stacked}"  # in the name of a GGUF tensor whose first dimension numbers tensors of their own
-MAX_MODEL_TENSORS = 1 << 17  # with each expert's; the largest Qwen3.5 has 93,000
+MAX_MODEL_TENSORS = 100_000  # with each expert's; the largest Qwen3.5 has 93,000
 _LEAST = 2.0**-126  # of float32's normal numbers
 MAX_JSON = 8 << 20  # bytes; the index of Qwen3-Next has 7 million
 MAX_VALUES = 1 << 18  # in a JSON text, counted by its separators; at most about 110 bytes of memory each
