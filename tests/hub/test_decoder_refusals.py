@@ -205,8 +205,8 @@ def test_a_bad_field_is_named(model_type, fields, message):
         ("qwen35", {**DELTA, "ssm.state_size": 300}, "qwen35.ssm.state_size must be at most 256, got 300"),
         ("qwen35", {**DELTA, "ssm.conv_kernel": 1}, "qwen35.ssm.conv_kernel must be from 2 to 64, got 1"),
         ("qwen35", {**DELTA, "nextn_predict_layers": 1}, "a model without a layer of attention is not supported"),
-        ("qwen35", {**DELTA, "nextn_predict_layers": 9}, "a model without a layer of attention is not supported"),
-        ("qwen35", {}, f"qwen35.ssm.group_count {COUNT}, got None"),
+        ("qwen35", {**DELTA, "nextn_predict_layers": 2}, "qwen35.nextn_predict_layers must be at most 1, got 2"),
+        ("qwen35", {"rope.dimension_count": 4}, f"qwen35.ssm.group_count {COUNT}, got None"),
         ("qwen35moe", DELTA, f"qwen35moe.expert_feed_forward_length {COUNT}, got None"),
         (
             "qwen3next",

@@ -190,9 +190,26 @@ def config_from_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, Shape], p
 def hybrid_gguf_values(fields: Fields, shapes: Mapping[str, Shape]) -> dict[str, Any]:
     """Return the values of a decoder with delta nets for `LlamaConfig.from_gguf`. Raises ModelError, naming the key."""
     num_ignored = fields.index("nextn_predict_layers", 0)
+    if num_ignored > 1:  # llama.cpp's own limit
+        raise fields.bad("nextn_predict_layers", "must be at most 1")
     num_layers = count_layers(fields, "block_count", len(shapes)) - num_ignored
     interval = fields.count("full_attention_interval", _INTERVAL)
     attends = tuple((index + 1) % interval == 0 for index in range(num_layers))
+    first = checked_attention(fields, attends).index(True)
+    return {
+        "num_layers": num_layers,
+        "windows": (None,) * num_layers,
+        "rotary_dim": fields.count("rope.dimension_count"),
+        "attends": attends,
+        "delta": _delta_from_gguf(fields),
+        "num_ignored": num_ignored,
+        "attention_bias": f"blk.{first}.attn_q.bias" in shapes,
+        "output_bias": f"blk.{first}.attn_output.bias" in shapes,
+        "mlp_bias": False,
+    }
+
+
+def _delta_from_gguf(fields: Fields) -> DeltaShape:
     key_heads, value_heads = fields.count("ssm.group_count"), fields.count("ssm.time_step_rank")
     if value_heads % key_heads:
         raise fields.bad("ssm.time_step_rank", f"must be a multiple of the heads of keys, {key_heads}")
@@ -201,25 +218,13 @@ def hybrid_gguf_values(fields: Fields, shapes: Mapping[str, Shape]) -> dict[str,
         raise fields.bad("ssm.inner_size", f"must be a multiple of the heads of values, {value_heads}")
     if values > most:
         raise fields.bad("ssm.inner_size", f"must be at most {most}")
-    delta = DeltaShape(
+    return DeltaShape(
         num_key_heads=key_heads,
         num_value_heads=value_heads,
         key_dim=_head_dim(fields, "ssm.state_size"),
         value_dim=values // value_heads,
         num_taps=count_taps(fields, "ssm.conv_kernel"),
     )
-    first = checked_attention(fields, attends).index(True)
-    return {
-        "num_layers": num_layers,
-        "windows": (None,) * num_layers,
-        "rotary_dim": fields.count("rope.dimension_count"),
-        "attends": attends,
-        "delta": delta,
-        "num_ignored": num_ignored,
-        "attention_bias": f"blk.{first}.attn_q.bias" in shapes,
-        "output_bias": f"blk.{first}.attn_output.bias" in shapes,
-        "mlp_bias": False,
-    }
 
 
 def hf_name(name: str) -> str:
@@ -256,7 +261,7 @@ def stored_columns(name: str, config: Qwen35Config) -> Rows | None:
 
 
 def _tiled(delta: DeltaShape, size: int, start: int = 0) -> Rows:
-    """Return the places of the heads of values: the first one of each head of keys, then the second ones."""
+    """Return the places of the heads of values in a file that has first the first one of each head of keys."""
     step, end = delta.num_key_heads * size, start + delta.num_value_heads * size
     return tuple(
         range(place, place + size) for first in range(start, start + step, size) for place in range(first, end, step)
