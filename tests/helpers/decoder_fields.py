@@ -36,6 +36,14 @@ GGUF = {
     "attention.head_count_kv": 2,
     "attention.layer_norm_rms_epsilon": 1e-6,
 }
+DELTA = {
+    "rope.dimension_count": 4,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 6,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 32,
+}
 SHAPES = {"token_embd.weight": (100, 32), **{f"blk.{index}.attn_norm.weight": (32,) for index in range(62)}}
 
 

@@ -1,5 +1,6 @@
 """Tiny checkpoints with random weights of the architectures beside Llama: the same numbers wherever they lie."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from helpers.random_checkpoint import RandomTensors, write_checkpoint
 from helpers.tiny_llama import BASE
 from trioengine.hub.checkpoint import HF_ARCHITECTURES
-from trioengine.hub.model_config import Fields
+from trioengine.hub.model_config import Fields, ModelConfig
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 SHORT = [1.0, 1.1, 1.3]
@@ -77,6 +78,25 @@ QWEN35 = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 8,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+SHARED = {  # beside six experts, of which a token is given to two
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+QWEN3_NEXT = {
+    **QWEN35,
+    **SHARED,
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+QWEN35_MOE = {
+    **QWEN35,
+    **SHARED,
+    "model_type": "qwen3_5_moe_text",
+    "architectures": ["Qwen3_5MoeForCausalLM"],
 }
 SEED_OSS = {"model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"]}
 MAX_MODEL_LEN = {"phi3-short": 180}  # of a text whose frequencies are those of short ones
@@ -200,8 +220,62 @@ VARIANTS: dict[str, dict[str, Any]] = {
             },
         },
     },
+    "qwen3-next": QWEN3_NEXT,
+    "qwen3-next-some": {  # layers without experts; the shared one is smaller than the others
+        **QWEN3_NEXT,
+        "full_attention_interval": 2,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+        "norm_topk_prob": False,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "shared_expert_intermediate_size": 15,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_value_head_dim": 24,
+        "linear_conv_kernel_dim": 2,
+    },
+    "qwen3-next-groups": {
+        **QWEN3_NEXT,
+        "num_key_value_heads": 6,
+        "num_experts_per_tok": 1,
+        "shared_expert_intermediate_size": 24,
+        "linear_num_value_heads": 6,
+        "linear_value_head_dim": 33,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "qwen3_5-moe": {
+        **QWEN35_MOE,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "shared_expert_intermediate_size": 72,
+        "num_key_value_heads": 6,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 6,
+    },
+    "qwen3_5-moe-vision": {
+        "model_type": "qwen3_5_moe",
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "text_config": {
+            **BASE,
+            **QWEN35_MOE,
+            "num_key_value_heads": 3,
+            "num_experts": 10,
+            "num_experts_per_tok": 4,
+            "shared_expert_intermediate_size": 9,
+            "tie_word_embeddings": True,
+            "linear_num_value_heads": 8,
+            "layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"],
+        },
+        "tie_word_embeddings": True,
+    },
 }
-UNIT_NORMS = "gemma3_text", "qwen3_5", "qwen3_5_text"  # types whose weights of norms are 1 more than the tensors
+UNIT_NORMS = (  # types whose weights of norms are 1 more than the tensors
+    *("gemma3_text", "qwen3_5", "qwen3_5_text"),
+    *("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"),
+)
 
 
 def config(variant: str, **changes: object) -> dict[str, Any]:
@@ -212,7 +286,7 @@ def config(variant: str, **changes: object) -> dict[str, Any]:
 def tensors(variant: str, seed: int = 0, **changes: object) -> dict[str, torch.Tensor]:
     """Every tensor of the model, by its Hugging Face name, in float32."""
     fields = config(variant, **changes)
-    wanted = HF_ARCHITECTURES[fields["model_type"]](Fields(Path("config.json"), fields), 1000).wanted_tensors()
+    wanted = _read(fields).wanted_tensors()
     weights = RandomTensors(seed)
     for name, shape in wanted.items():
         is_norm = name.endswith("norm.weight")
@@ -226,6 +300,28 @@ def tensors(variant: str, seed: int = 0, **changes: object) -> dict[str, torch.T
     return weights.by_name
 
 
+def _read(fields: dict[str, Any]) -> ModelConfig:
+    return HF_ARCHITECTURES[fields["model_type"]](Fields(Path("config.json"), fields), 1000)
+
+
+def joined(fields: dict[str, Any], separate: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors as a directory has them: several in the place of one, where the architecture joins them."""
+    stored = dict(separate)
+    for name, parts in _read(fields).joined_tensors():
+        if not parts.keys() <= stored.keys():  # of another layer
+            continue
+        rows = torch.cat([torch.tensor([row for piece in pieces for row in piece]) for pieces in parts.values()])
+        stored[name] = torch.cat([stored.pop(part) for part in parts])[rows.argsort()]
+        if ".experts." in name:
+            stored[name] = stored[name].unflatten(0, (_num_experts(parts), -1))
+    return stored
+
+
+def _num_experts(parts: Iterable[str]) -> int:
+    return len({part.rpartition("experts.")[2].partition(".")[0] for part in parts})
+
+
 def write(path: Path, variant: str, seed: int = 0, **changes: object) -> Path:
     """A Hugging Face directory of the variant."""
-    return write_checkpoint(path, {"config.json": config(variant, **changes)}, tensors(variant, seed, **changes))
+    fields = config(variant, **changes)
+    return write_checkpoint(path, {"config.json": fields}, joined(fields, tensors(variant, seed, **changes)))

@@ -4,9 +4,11 @@ import math
 from dataclasses import replace
 
 import pytest
-from helpers.decoder_fields import ABSENT, BASE, FULL, LINEAR, LONG, SHORT, SLIDING, WINDOWS, read, read_gguf
+from helpers.decoder_fields import ABSENT, BASE, DELTA, FULL, LINEAR, LONG, SHORT, SLIDING, WINDOWS, read, read_gguf
 
+from trioengine.hub.experts_config import ExpertsShape
 from trioengine.hub.model_config import StatePart
+from trioengine.hub.qwen3_5_config import DeltaShape
 from trioengine.hub.rope_config import RopeScaling, RopeType
 
 
@@ -64,7 +66,7 @@ def test_the_layers_that_rotate(fields, rotates):
 )
 def test_the_layers_with_experts(fields, has_experts):
     config = read("qwen3_moe", num_experts=3, num_experts_per_tok=2, **fields)
-    assert config.has_experts == has_experts
+    assert config.experts.layers == has_experts
     wanted = config.wanted_tensors()
     for index, has in enumerate(has_experts):
         mlp = f"model.layers.{index}.mlp."
@@ -83,12 +85,13 @@ def test_the_shapes_of_experts():
         assert wanted["model.layers.1.mlp.experts.8.down_proj.weight"] == (32, size)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe_text"])
 def test_the_names_of_the_number_of_experts(model_type):
     """In published files, and in files of transformers 5."""
-    assert read(model_type, num_experts=9).num_experts == 9
-    assert read(model_type, num_local_experts=9).num_experts == 9
-    assert read(model_type).num_experts == {"qwen3_moe": 128, "olmoe": 64}[model_type]
+    assert read(model_type, num_experts=19).experts.count == 19
+    assert read(model_type, num_local_experts=19).experts.count == 19
+    defaults = {"qwen3_moe": 128, "olmoe": 64, "qwen3_next": 512, "qwen3_5_moe_text": 256}
+    assert read(model_type).experts.count == defaults[model_type]
 
 
 def test_defaults_are_those_of_transformers():
@@ -99,8 +102,13 @@ def test_defaults_are_those_of_transformers():
     assert (qwen.head_dim, qwen.tie_word_embeddings, qwen.attention_bias) == (128, False, False)
     assert read("olmo2").rms_norm_eps == read("phi3").rms_norm_eps == read("olmoe").rms_norm_eps == 1e-5
     moe, olmoe = read("qwen3_moe", num_key_value_heads=...), read("olmoe", num_key_value_heads=...)
-    assert (moe.num_kv_heads, moe.head_dim, moe.num_experts_per_tok, moe.norm_topk_prob) == (4, 8, 8, False)
-    assert (olmoe.num_kv_heads, olmoe.num_experts_per_tok, olmoe.norm_topk_prob) == (4, 8, False)
+    assert (moe.num_kv_heads, moe.head_dim, moe.experts.num_chosen, moe.experts.normalizes) == (4, 8, 8, False)
+    assert (olmoe.num_kv_heads, olmoe.experts.num_chosen, olmoe.experts.normalizes) == (4, 8, False)
+    for model_type, num_chosen in (("qwen3_next", 10), ("qwen3_5_moe_text", 8)):
+        hybrid = read(model_type, num_key_value_heads=..., intermediate_size=...)
+        assert (hybrid.num_kv_heads, hybrid.head_dim, hybrid.rotary_dim) == (2, 256, 64)
+        assert (hybrid.experts.size, hybrid.experts.shared_size) == (512, 512)
+        assert (hybrid.experts.num_chosen, hybrid.experts.normalizes) == (num_chosen, True)
     seed, nulls = read("seed_oss", num_attention_heads=8, **ABSENT), read("seed_oss", **dict.fromkeys(ABSENT))
     assert (seed.num_kv_heads, seed.head_dim, nulls.num_kv_heads, nulls.head_dim) == (8, 128, 4, 8)
     assert (seed.attention_bias, seed.output_bias, seed.mlp_bias) == (True, False, False)
@@ -267,7 +275,33 @@ def test_experts_of_gguf_files():
     """llama.cpp fixes whether their probabilities are divided by their sum."""
     counts = {"expert_count": 6, "expert_used_count": 2}
     qwen = read_gguf("qwen3moe", **counts, expert_feed_forward_length=16)
-    assert (qwen.model_type, qwen.num_experts, qwen.num_experts_per_tok) == ("qwen3_moe", 6, 2)
-    assert (qwen.moe_intermediate_size, qwen.norm_topk_prob, qwen.has_experts) == (16, True, (True,) * 4)
+    assert qwen.model_type == "qwen3_moe"
+    shape = {"count": 6, "num_chosen": 2, "layers": (True,) * 4}
+    assert qwen.experts == ExpertsShape(size=16, normalizes=True, **shape)
     olmoe = read_gguf("olmoe", **counts)
-    assert (olmoe.moe_intermediate_size, olmoe.norm_topk_prob) == (48, False)
+    assert olmoe.experts == ExpertsShape(size=48, normalizes=False, **shape)
+    sizes = {"expert_feed_forward_length": 16, "expert_shared_feed_forward_length": 20}
+    for name in ("qwen35moe", "qwen3next"):
+        assert read_gguf(name, **DELTA, **counts, **sizes).experts == ExpertsShape(
+            size=16, normalizes=True, shared_size=20, **shape
+        )
+
+
+LAYERS = ("model.layers.", "blk.")
+
+
+@pytest.mark.parametrize(
+    ("keys", "attends"),
+    [
+        ({}, (False, False, False, True)),
+        ({"full_attention_interval": 2}, (False, True, False, True)),
+        ({"full_attention_interval": 3, "nextn_predict_layers": 1}, (False, False, True)),
+    ],
+)
+def test_the_layers_of_qwen3_5_in_gguf_files(keys, attends):
+    """Without the last ones, which predict more tokens, and whose tensors are ignored."""
+    config = read_gguf("qwen35", **DELTA, **keys)
+    assert (config.attends, config.num_layers, config.windows) == (attends, len(attends), (None,) * len(attends))
+    assert config.delta == DeltaShape(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=8, num_taps=4)
+    ignored = {"mtp.", "model.visual.", *(f"{layer}{i}." for i in range(len(attends), 4) for layer in LAYERS)}
+    assert set(config.ignored_prefixes) == ignored

@@ -1,7 +1,7 @@
 """The configurations of decoders beside Llama: each bad value is refused, with the name of its field or key."""
 
 import pytest
-from helpers.decoder_fields import BASE, COUNT, FULL, LAYER_TYPES, LONG, SHORT, SLIDING, WINDOWS, read, read_gguf
+from helpers.decoder_fields import BASE, COUNT, DELTA, FULL, LAYER_TYPES, LONG, SHORT, SLIDING, WINDOWS, read, read_gguf
 
 from trioengine.core.errors import ModelError
 
@@ -24,7 +24,7 @@ from trioengine.core.errors import ModelError
             (kind, {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers must be at most the number of tensors, 1000")
             for kind in (
                 *("qwen2", "qwen3", "mistral", "smollm3", "phi3", "gemma3_text", "granite", "olmo2"),
-                *("qwen3_moe", "olmoe", "qwen3_5_text", "seed_oss"),
+                *("qwen3_moe", "olmoe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "seed_oss"),
             )
         ),
         ("mistral", {"sliding_window": "4096"}, f"sliding_window {COUNT}, got '4096'"),
@@ -104,8 +104,8 @@ from trioengine.core.errors import ModelError
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is not supported"),
         ("olmoe", {"num_experts": 0}, "num_experts must be an integer from 1"),
         ("olmoe", {"num_experts": 7}, "num_experts_per_tok must be at most the number of experts, 7, got 8"),
-        ("qwen3_moe", {"num_experts": 1 << 14}, "num_experts must be at most 5461 in 4 layers, got 16384"),
-        ("qwen3_moe", {"num_local_experts": 2**31 - 1}, "num_local_experts must be at most 5461 in 4 layers"),
+        ("qwen3_moe", {"num_experts": 1 << 14}, "num_experts must be at most 8333 in 4 layers, got 16384"),
+        ("qwen3_moe", {"num_local_experts": 2**31 - 1}, "num_local_experts must be at most 8333 in 4 layers"),
         ("qwen3_moe", {"num_experts_per_tok": "8"}, f"num_experts_per_tok {COUNT}, got '8'"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, f"moe_intermediate_size {COUNT}, got 0"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, f"decoder_sparse_step {COUNT}, got 0"),
@@ -153,6 +153,23 @@ from trioengine.core.errors import ModelError
         ),
         ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
         ("qwen3_5", {"text_config": 3}, "text_config must be an object, got 3"),
+        ("qwen3_5_moe", {"text_config": 3}, "text_config must be an object, got 3"),
+        *(
+            (kind, fields, message)
+            for kind in ("qwen3_next", "qwen3_5_moe_text")
+            for fields, message in (
+                ({"shared_expert_intermediate_size": 0}, f"shared_expert_intermediate_size {COUNT}, got 0"),
+                ({"moe_intermediate_size": "9"}, f"moe_intermediate_size {COUNT}, got '9'"),
+                ({"num_experts": 7, "num_experts_per_tok": 8}, "num_experts_per_tok must be at most the number of"),
+                ({"num_experts": 1 << 14}, "num_experts must be at most 8333 in 4 layers, got 16384"),
+                ({"attn_output_gate": False}, "attn_output_gate must be true, got False"),
+                ({"linear_num_key_heads": 3}, "linear_num_value_heads must be a multiple of the heads of keys, 3"),
+                ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
+            )
+        ),
+        ("qwen3_next", {"decoder_sparse_step": 0}, f"decoder_sparse_step {COUNT}, got 0"),
+        ("qwen3_next", {"mlp_only_layers": [True]}, "mlp_only_layers must be a list of layers, got [True]"),
+        ("qwen3_next", {"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
         (
             "qwen3_5",
             {"text_config": {**BASE, "linear_key_head_dim": "8"}},
@@ -178,10 +195,24 @@ def test_a_bad_field_is_named(model_type, fields, message):
         ),
         (
             "olmoe",
-            {"expert_count": 5462, "expert_used_count": 7},
-            "olmoe.expert_count must be at most 5461 in 4 layers, got 5462",
+            {"expert_count": 8334, "expert_used_count": 7},
+            "olmoe.expert_count must be at most 8333 in 4 layers, got 8334",
         ),
         ("olmoe", {"attention.clamp_kqv": 8.0}, "olmoe.attention.clamp_kqv is not supported"),
+        ("qwen35", {**DELTA, "ssm.time_step_rank": 5}, "qwen35.ssm.time_step_rank must be a multiple of the heads of"),
+        ("qwen35", {**DELTA, "ssm.inner_size": 33}, "qwen35.ssm.inner_size must be a multiple of the heads of values"),
+        ("qwen35", {**DELTA, "ssm.inner_size": 1028}, "qwen35.ssm.inner_size must be at most 1024, got 1028"),
+        ("qwen35", {**DELTA, "ssm.state_size": 300}, "qwen35.ssm.state_size must be at most 256, got 300"),
+        ("qwen35", {**DELTA, "ssm.conv_kernel": 1}, "qwen35.ssm.conv_kernel must be from 2 to 64, got 1"),
+        ("qwen35", {**DELTA, "nextn_predict_layers": 1}, "a model without a layer of attention is not supported"),
+        ("qwen35", {**DELTA, "nextn_predict_layers": 2}, "qwen35.nextn_predict_layers must be at most 1, got 2"),
+        ("qwen35", {"rope.dimension_count": 4}, f"qwen35.ssm.group_count {COUNT}, got None"),
+        ("qwen35moe", DELTA, f"qwen35moe.expert_feed_forward_length {COUNT}, got None"),
+        (
+            "qwen3next",
+            {**DELTA, "expert_feed_forward_length": 8},
+            f"qwen3next.expert_shared_feed_forward_length {COUNT}, got None",
+        ),
         ("lfm2", {"shortconv.l_cache": 3}, "a model without a layer of attention is not supported"),
         ("gemma3", {}, f"gemma3.attention.sliding_window {COUNT}, got None"),
         ("granite", {"residual_scale": "x"}, "granite.residual_scale must be a number above 0"),
@@ -198,7 +229,18 @@ def test_a_bad_field_is_named(model_type, fields, message):
         ),
         *(
             (kind, {"block_count": 2**31 - 1}, f"{kind}.block_count must be at most the number of tensors, 63")
-            for kind in ("gemma3", "smollm3", "phi3", "qwen3", "qwen3moe", "olmoe", "lfm2", "seed_oss")
+            for kind in (
+                "gemma3",
+                "smollm3",
+                "phi3",
+                "qwen3",
+                "qwen3moe",
+                "olmoe",
+                "lfm2",
+                "seed_oss",
+                "qwen35",
+                "qwen35moe",
+            )
         ),
         ("smollm3", {"block_count": "4"}, f"smollm3.block_count {COUNT}, got '4'"),
         ("qwen3", {"rope.dimension_count": 4}, "qwen3.rope.dimension_count must be the size of a head, 8, got 4"),

@@ -113,6 +113,7 @@ LLAMA3_DIGITS = ["HelloWorld", "'s", " ", "123", "45", " /\n", " ", " x"]
         ("llama-v3", LLAMA3_DIGITS),
         ("olmo", ["HelloWorld", "'s", " 12345", " /", "\n ", " x"]),
         ("qwen2", ["HelloWorld", "'s", " ", "1", "2", "3", "4", "5", " /\n", " ", " x"]),
+        ("qwen35", ["HelloWorld", "'s", " ", "1", "2", "3", "4", "5", " /\n", " ", " x"]),
         ("refact", GPT2_DIGITS),
         ("seed-coder", ["HelloWorld", "'s", " ", "1", "2", "3", "4", "5", " /", "\n", " ", " x"]),
         ("smaug-bpe", LLAMA3_DIGITS),
@@ -135,6 +136,13 @@ def test_a_word_that_no_merge_makes(pre, is_whole):
     tokens = [*metadata()["tokenizer.ggml.tokens"], "word"]
     tokenizer = Tokenizer.from_gguf(metadata(**{"tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens}))
     assert tokenizer.encode("word") == ([263] if is_whole else [*b"word"])
+
+
+def test_qwen35_keeps_marks_with_their_letters():
+    text = "e\u0323x \u0323!"
+    for pre, pieces in (("qwen2", ["e", "\u0323x", " \u0323!"]), ("qwen35", ["e\u0323x", " \u0323", "!"])):
+        splitter = Tokenizer.from_gguf(metadata(**{"tokenizer.ggml.pre": pre}))._tokenizer.pre_tokenizer
+        assert [text[start:end] for _, (start, end) in splitter.pre_tokenize_str(text)] == pieces
 
 
 def test_qwen2_normalizes():

@@ -21,6 +21,21 @@ from trioengine.worker.weights import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REFERENCE = reference("decoders_reference.json")
+DELTA = {
+    "rope.dimension_count": 4,
+    "full_attention_interval": 4,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 12,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 32,
+}
+SHARED = {
+    "expert_count": 6,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 24,
+    "expert_shared_feed_forward_length": 40,
+}
 IN_GGUF = {  # variants, with the keys of GGUF metadata that config.json has in another form
     "qwen3": {},
     "qwen3-tied": {},
@@ -43,6 +58,36 @@ IN_GGUF = {  # variants, with the keys of GGUF metadata that config.json has in 
     "seed_oss": {},
     "seed_oss-tied": {},
     "gemma3": {"attention.sliding_window": 20},
+    "qwen3_5": DELTA,
+    "qwen3_5-even": {
+        **DELTA,
+        "full_attention_interval": 2,
+        "ssm.conv_kernel": 2,
+        "ssm.state_size": 16,
+        "ssm.group_count": 3,
+        "ssm.time_step_rank": 3,
+        "ssm.inner_size": 108,
+    },
+    "qwen3_5-moe": {
+        **DELTA,
+        **SHARED,
+        "ssm.group_count": 3,
+        "ssm.time_step_rank": 6,
+        "ssm.inner_size": 48,
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_shared_feed_forward_length": 72,
+    },
+    "qwen3-next": {**DELTA, **SHARED},
+    "qwen3-next-groups": {
+        **DELTA,
+        **SHARED,
+        "ssm.time_step_rank": 6,
+        "ssm.inner_size": 198,
+        "rope.dimension_count": 8,
+        "expert_used_count": 1,
+        "expert_shared_feed_forward_length": 24,
+    },
     "qwen3-moe": {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 24},
     "olmoe": {"expert_count": 4, "expert_used_count": 2},
 }
@@ -140,33 +185,63 @@ def stacked(tensors):
     return {name: torch.stack(parts) if "experts" in name else parts[0] for name, parts in stacks.items()}
 
 
+def converted(name, array, config):
+    """The array as the conversion writes it for the architecture, by the tensor's Hugging Face name."""
+    architecture, kind = config["model_type"], name.rpartition("linear_attn.")[2]
+    if architecture in ("granite", "smollm3") and ("q_proj" in name or "k_proj" in name):
+        return permuted(array, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
+    if architecture in tiny_decoders.UNIT_NORMS and name.endswith("norm.weight") and name == kind:
+        return array + 1
+    if architecture.startswith("qwen3_5") and name != kind and kind != "norm.weight":
+        array = tiled(array, kind, config)
+    return -np.exp(array) if kind == "A_log" else array
+
+
+def tiled(array, kind, config):
+    """A tensor of a delta net whose heads of values follow each other as heads of keys do, again and again."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if kind == "out_proj.weight":
+        return tiled(array.T, "in_proj_z.weight", config).T
+    is_whole = kind in ("in_proj_qkv.weight", "conv1d.weight")
+    start = 2 * keys * config["linear_key_head_dim"] if is_whole else 0
+    heads = array[start:].reshape(keys, values // keys, -1)
+    return np.concatenate([array[:start], heads.swapaxes(0, 1).reshape(array[start:].shape)])
+
+
+def with_joined(variant, tensors):
+    """The tensors, of which files of Qwen3-Next have two in one."""
+    if not variant.startswith("qwen3-next"):
+        return tensors
+    whole = tiny_decoders.joined(tiny_decoders.config(variant), tensors)
+    separate = {
+        name: tensor for name, tensor in tensors.items() if not name.endswith(("in_proj_b.weight", "_a.weight"))
+    }
+    return separate | {name: tensor for name, tensor in whole.items() if name.endswith("in_proj_ba.weight")}
+
+
 def write_gguf(path, variant, metadata, kind="F32", **changes):
     """The variant as llama.cpp's conversion writes it, with matrices of this type, but for routers.
 
     The gguf package has the names of tensors; `changes` are to fields of config.json.
     """
     config = tiny_decoders.config(variant, **changes)
-    name = config["model_type"].removesuffix("_text").replace("_moe", "moe")
+    name = config["model_type"].removesuffix("_text").replace("_moe", "moe").replace("qwen3_", "qwen3")
     if name == "lfm2":
         config["num_key_value_heads"] = [2 * (layer in config["full_attn_idxs"]) for layer in range(6)]
-    writer = new_writer(path, name, config)
+    rope_theta = config.get("rope_parameters", config).get("rope_theta")
+    writer = new_writer(path, name, {**config, "rope_theta": rope_theta})
     for key, value in metadata.items():
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
         add(f"{name}.{key}", value)
     architecture = next(key for key, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    for hf_name, tensor in stacked(tiny_decoders.tensors(variant, **changes)).items():
-        array = tensor.numpy()
-        if name in ("granite", "smollm3") and ("q_proj" in hf_name or "k_proj" in hf_name):
-            array = permuted(array, config["num_attention_heads" if "q_proj" in hf_name else "num_key_value_heads"])
-        if name == "gemma3" and hf_name.endswith("norm.weight"):
-            array = array + 1
-        if hf_name.endswith("conv.conv.weight"):
-            array = array.squeeze(1)
-        is_plain = array.ndim == 1 or hf_name.endswith("mlp.gate.weight")
+    for hf_name, tensor in stacked(with_joined(variant, tiny_decoders.tensors(variant, **changes))).items():
+        array = converted(hf_name, tensor.numpy(), config).squeeze()
+        is_plain = array.ndim == 1 or hf_name.endswith(("mlp.gate.weight", "conv1d.weight"))
         stored_type = gguf.GGMLQuantizationType["F32" if is_plain else kind]
         array = stored_as(np.ascontiguousarray(array), stored_type)
-        writer.add_tensor(names.get_name(hf_name, (".weight", ".bias")), array, raw_dtype=stored_type)
+        stored_name = names.get_name(hf_name.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias"))
+        writer.add_tensor(stored_name, array, raw_dtype=stored_type)
     if variant == "phi3-long":
         writer.add_tensor("rope_factors_long.weight", np.array(tiny_decoders.LONG, dtype=np.float32))
         writer.add_tensor("rope_factors_short.weight", np.array(tiny_decoders.SHORT, dtype=np.float32))
@@ -193,4 +268,36 @@ def test_a_gguf_file_has_the_same_weights(tmp_path, variant):
         runner = load(tiny_decoders.write(tmp_path / "hf", variant), kv_cache_memory=8 << 20)
         with runner.target.spec.opened(str(tmp_path / "tiny.gguf")):
             pass
+    stored.close()
+
+
+def test_a_layer_of_a_gguf_file_that_predicts_more_tokens_is_ignored(tmp_path):
+    """It lies behind the others."""
+    variant = "qwen3_5-moe"
+    metadata = {**IN_GGUF[variant], "nextn_predict_layers": 1}
+    path = write_gguf(tmp_path / "tiny.gguf", variant, metadata, num_hidden_layers=6)
+    tensors = tiny_decoders.tensors(variant, num_hidden_layers=6)
+    others = {name: tensor for name, tensor in tensors.items() if ".layers.5." not in name}
+    directory = write_checkpoint(tmp_path / "model", {"config.json": tiny_decoders.config(variant)}, others)
+    found, expected = (load(each, kv_cache_memory=8 << 20) for each in (path, directory))
+    assert generate(found, [PROMPT], 12)[0] == generate(expected, [PROMPT], 12)[0]
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+@pytest.mark.parametrize("size", [8, 64])
+def test_heads_of_values_in_a_gguf_file_of_integers(tmp_path, size, kind):
+    """Columns are put in order as integers where heads are whole groups of columns, and else in numbers."""
+    changes = {"hidden_size": 256, "intermediate_size": 256, "linear_value_head_dim": size, "head_dim": 64}
+    changes |= {"linear_num_value_heads": 512 // size, "num_attention_heads": 4}
+    heads = {"ssm.time_step_rank": 512 // size, "ssm.inner_size": 512, "rope.dimension_count": 16}
+    path = write_gguf(tmp_path / "tiny.gguf", "qwen3_5", {**DELTA, **heads}, kind, **changes)
+    stored = open_checkpoint(str(path))
+    tensors = tiny_decoders.tensors("qwen3_5", **changes)
+    for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj"):
+        name = f"model.layers.0.linear_attn.{name}.weight"
+        integers = stored.read_integers(name)
+        assert (integers is None) == (size == 8 and "out_proj" in name)
+        for found in (stored.read(name, torch.float32), integers and integers.dequantize()):
+            if found is not None:
+                torch.testing.assert_close(found, tensors[name], rtol=0, atol=0.06)
     stored.close()

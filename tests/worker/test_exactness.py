@@ -66,6 +66,7 @@ MODELS = {  # name: size of the vocabulary, types of a GGUF file, or a variant o
     "delta nets in float32": (200, "qwen3_5-even", {"quantization": "none", "block_size": 5}),
     "norms of all heads": (200, "olmo2", {"dtype": "bfloat16", "quantization": "int8", "block_size": 8}),
     "experts": (200, "qwen3-moe-dense", {"quantization": "none", "block_size": 16}),
+    "shared experts": (200, "qwen3-next-some", {"dtype": "bfloat16", "quantization": "int8", "block_size": 8}),
     "experts of integers": (200, "olmoe", {"dtype": "bfloat16", "quantization": "int8", "block_size": 8}),
 }
 

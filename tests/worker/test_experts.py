@@ -16,7 +16,7 @@ from test_native_decoder import load_both as load_both
 from test_native_kernels import LESS, assert_close, make, randn
 
 from trioengine.core.sampling_params import ResolvedParams
-from trioengine.worker.kernels import Experts
+from trioengine.worker.kernels import Experts, Routing
 from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.products import Profile
 from trioengine.worker.kernels.torch_kernels import TorchKernels
@@ -47,26 +47,35 @@ def threads():
     torch.set_num_threads(count)
 
 
-def routed(scores, num_chosen, normalizes):
+def routed(scores, routing):
     """The choices and the weights, in float64."""
-    order = scores.double().sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
-    weights = scores.double().softmax(dim=-1).gather(1, order)
-    return order, weights / weights.sum(dim=-1, keepdim=True) if normalizes else weights
+    last = scores.shape[1] - routing.has_shared
+    of_all = scores[:, :last].double()
+    order = of_all.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_chosen]
+    weights = of_all.softmax(dim=-1).gather(1, order)
+    if routing.normalizes:
+        weights /= weights.sum(dim=-1, keepdim=True)
+    if not routing.has_shared:
+        return order, weights
+    shared = torch.full_like(order[:, :1], last)
+    return torch.cat([order, shared], dim=1), torch.cat([weights, scores[:, last:].double().sigmoid()], dim=1)
 
 
 # ---- the choice of experts, and the sum of their results -------------------------------------------------------------
 
 
+@pytest.mark.parametrize("has_shared", [False, True])
 @pytest.mark.parametrize("normalizes", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 37])
 @pytest.mark.parametrize(("experts", "num_chosen"), SIZES)
-def test_route(experts, num_chosen, rows, normalizes, dtype, at_most):
+def test_route(experts, num_chosen, rows, normalizes, has_shared, dtype, at_most):
     """Of all different scores, and of integers, of which many are the same."""
-    scores = randn(rows, experts, dtype=dtype) * 3
+    routing = Routing(num_chosen, normalizes, has_shared)
+    scores = randn(rows, experts + has_shared, dtype=dtype) * 3
     for each in (scores, scores.round()):
-        order, expected = routed(each, num_chosen, normalizes)
+        order, expected = routed(each, routing)
         for kernels in (make(dtype=dtype, at_most=at_most), TorchKernels(9, dtype)):
-            chosen, weights = kernels.route(each, num_chosen, normalizes)
+            chosen, weights = kernels.route(each, routing)
             assert torch.equal(chosen, order)
             assert_close(weights, expected, torch.float32)
 
@@ -78,10 +87,10 @@ def test_scores_that_are_no_numbers(place, number, normalizes, at_most):
     """They make the weights of their row nan, and of no other; it has experts nevertheless."""
     scores = randn(5, 40)
     for kernels in (make(at_most=at_most), TorchKernels(9, torch.float32)):
-        before = kernels.route(scores, 3, normalizes)
+        before = kernels.route(scores, Routing(3, normalizes))
         spoilt = scores.clone()
         spoilt[2, place] = number
-        chosen, weights = kernels.route(spoilt, 3, normalizes)
+        chosen, weights = kernels.route(spoilt, Routing(3, normalizes))
         assert weights[2].isnan().all()
         assert len(set(chosen[2].tolist())) == 3 and 0 <= chosen[2].min() <= chosen[2].max() < 40
         others = [0, 1, 3, 4]
@@ -89,11 +98,25 @@ def test_scores_that_are_no_numbers(place, number, normalizes, at_most):
         assert torch.equal(weights[others], before[1][others])
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_the_score_of_the_shared_expert_counts_for_its_own_weight_only(number, at_most):
+    scores = randn(5, 41)
+    for kernels in (make(at_most=at_most), TorchKernels(9, torch.float32)):
+        before = kernels.route(scores, Routing(3, True, has_shared=True))
+        spoilt = scores.clone()
+        spoilt[2, 40] = number
+        chosen, weights = kernels.route(spoilt, Routing(3, True, has_shared=True))
+        assert torch.equal(chosen, before[0])
+        assert torch.equal(weights[:, :3], before[1][:, :3])
+        expected = torch.tensor(number).sigmoid()
+        assert torch.equal(weights[2, 3], expected) or (expected.isnan() and weights[2, 3].isnan())
+
+
 def test_scores_at_the_ends(at_most):
     """The least possible ones are chosen last, and weigh nothing."""
     scores = torch.tensor([[-math.inf, 3e38, -3e38, -math.inf], [-200.0, 0.0, -300.0, 1.0]])
     for kernels in (make(at_most=at_most), TorchKernels(9, torch.float32)):
-        chosen, weights = kernels.route(scores, 3, normalizes=True)
+        chosen, weights = kernels.route(scores, Routing(3, normalizes=True))
         assert chosen.tolist() == [[1, 2, 0], [3, 1, 0]]
         assert weights[0].tolist() == [1.0, 0.0, 0.0]
         assert weights[1, 2] == pytest.approx(0, abs=1e-37)
@@ -117,6 +140,9 @@ VARIANTS = {
     "qwen3-moe-dense": {**LARGE, "intermediate_size": 160, "moe_intermediate_size": 224},
     "qwen3-moe-first": {**LARGE, "moe_intermediate_size": 40},  # products of integers, and behind them of the dtype
     "olmoe": {"num_experts": 3, "num_experts_per_tok": 3},  # which have more rows than a task
+    "qwen3-next": {**LARGE, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96},
+    "qwen3-next-some": {**LARGE, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 32},
+    "qwen3-next-groups": {**LARGE, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 40},
 }
 
 

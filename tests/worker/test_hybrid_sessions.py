@@ -17,15 +17,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PARAMS = ResolvedParams(temperature=0.0, seed=0, max_tokens=7, ignore_eos=True)
 
 
-@pytest.fixture
-def runner(tmp_path, options):
-    return load(tiny_decoders.write(tmp_path, "lfm2"), kv_cache_memory=8 << 20, **options)
+@pytest.fixture(params=["lfm2", "qwen3-next"])
+def path(tmp_path, request):
+    return tiny_decoders.write(tmp_path, request.param)
 
 
 @pytest.fixture
-def fresh(tmp_path, options):
+def runner(path, options):
+    return load(path, kv_cache_memory=8 << 20, **options)
+
+
+@pytest.fixture
+def fresh(path, options):
     """The answer to a whole history, of a runner of its own and without a prefix cache."""
-    runner = load(tiny_decoders.write(tmp_path / "alone", "lfm2"), kv_cache_memory=8 << 20, **options)
+    runner = load(path, kv_cache_memory=8 << 20, **options)
 
     def answer(prompt):
         (found,), _ = generate(runner, [prompt], PARAMS.max_tokens, enable_prefix_caching=False)

@@ -73,7 +73,7 @@ def test_as_layer_by_layer(tiny_llama, tmp_path, load_both, variant, dtype, quan
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")])
-@pytest.mark.parametrize("variant", ["lfm2-biases", "qwen3_5", "qwen3_5-vision"])
+@pytest.mark.parametrize("variant", ["lfm2-biases", "qwen3_5", "qwen3_5-vision", "qwen3_5-moe"])
 def test_states_and_gates_as_layer_by_layer(tmp_path, load_both, variant, dtype, quantization):
     path = tiny_decoders.write(tmp_path, variant)
     at_once, layer_by_layer = load_both(path, dtype, quantization)

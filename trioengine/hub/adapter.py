@@ -54,7 +54,7 @@ def adaptable_matrices(config: ModelConfig) -> dict[str, Shape]:
 
 def _routes(name: str) -> bool:
     """Whether it is an expert's matrix, or the router's that chooses them."""
-    return ".experts." in name or name.endswith(".mlp.gate")
+    return ".experts." in name or ".shared_expert" in name or name.endswith(".mlp.gate")
 
 
 def read_adapter(directory: Path, matrices: Mapping[str, Shape]) -> dict[str, LowRankChange]:

@@ -8,11 +8,12 @@ MODEL_TYPES reads the files of these types. It defines
 * `config_from_hf(fields, num_tensors)`;
 * for GGUF files `config_from_gguf(metadata, shapes, path)` and `hf_name(tensor)`;
 * for GGUF files of some architectures GGUF_TYPES, their names where these differ from MODEL_TYPES,
-  `interleaved_heads(tensor, config)`, and `stored_offset(tensor)`.
+  `stored_rows(tensor, config)`, `stored_columns(tensor, config)`, and `stored_form(tensor)`.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import pkgutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -21,14 +22,15 @@ from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from trioengine import hub
 from trioengine.core.errors import ModelError
-from trioengine.core.gguf import GGUFTensor, parse_gguf
+from trioengine.core.gguf import parse_gguf
 from trioengine.core.wording import brief
+from trioengine.hub.gguf_tensors import PlacedTensor, StoredForm, in_hf_shapes, place_tensors
 from trioengine.hub.llama_config import LlamaConfig
-from trioengine.hub.model_config import MAX_MODEL_TENSORS, STACKED, Fields, ModelConfig, Shape, open_file, read_json
+from trioengine.hub.model_config import MAX_MODEL_TENSORS, Fields, ModelConfig, Rows, Shape, open_file, read_json
 from trioengine.hub.pooling import pools_directory, pools_gguf
 from trioengine.hub.safetensors import StoredTensor, read_header
 
@@ -37,6 +39,7 @@ _DTYPES = ("F32", "F16", "BF16")
 _IGNORED = ".rotary_emb.inv_freq"  # computed buffers, which old checkpoints contain
 _PREFIX, _HEAD = "model.", "lm_head.weight"
 _SHOWN = 5  # names in an error message
+TensorT = TypeVar("TensorT", StoredTensor, PlacedTensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,7 @@ class GGUFModelHeader:
 
     config: LlamaConfig
     metadata: dict[str, Any]
-    tensors: dict[str, GGUFTensor]
-    interleaved_heads: dict[str, int]  # of each tensor in which dimensions i and i + head_dim / 2 lie side by side
-    offsets: dict[str, float]  # of each tensor to which llama.cpp has added a number
+    tensors: dict[str, PlacedTensor]
 
 
 def read_safetensors(directory: Path) -> SafetensorsHeader:
@@ -67,6 +68,7 @@ def read_safetensors(directory: Path) -> SafetensorsHeader:
     config = config_from_hf(fields, len(tensors))
     if pools_directory(directory, fields):
         config, tensors = _embedding_config(config, directory), _with_prefix(tensors)
+    tensors = _parted(directory, config, tensors)
     _check_tensors(directory, config, {name: tensor.shape for name, tensor in tensors.items()})
     return SafetensorsHeader(config, fields, tensors)
 
@@ -82,12 +84,11 @@ def read_gguf(buffer: memoryview, path: Path, *, arrays: Container[str] = ()) ->
     config = architecture.config(header.metadata, shapes, path)
     if pools_gguf(header.metadata, path, header.metadata["general.architecture"]):
         config = _embedding_config(config, path)
-    tensors = _in_hf_shapes(_renamed(architecture, header.tensors, path), config.wanted_tensors())
+    placed = _parted(path, config, place_tensors(architecture.hf_name, header.tensors, path))
+    tensors = in_hf_shapes(placed, config.wanted_tensors())
     _check_tensors(path, config, {name: tensor.shape for name, tensor in tensors.items()})
-    heads = {name: architecture.interleaved_heads(name, config) for name in tensors}
-    interleaved = {name: count for name, count in heads.items() if count is not None}
-    offsets = {name: offset for name in tensors if (offset := architecture.stored_offset(name))}
-    return GGUFModelHeader(config, header.metadata, tensors, interleaved, offsets)
+    changed = {name: architecture.changed(name, tensor, config) for name, tensor in tensors.items()}
+    return GGUFModelHeader(config, header.metadata, changed)
 
 
 def _embedding_config(config: ModelConfig, path: Path) -> LlamaConfig:
@@ -124,8 +125,16 @@ class GGUFArchitecture:
 
     config: Callable[[Mapping[str, Any], Mapping[str, Shape], Path], LlamaConfig]
     hf_name: Callable[[str], str]  # the Hugging Face name of a GGUF tensor
-    interleaved_heads: Callable[[str, LlamaConfig], int | None]  # of a tensor, by its Hugging Face name
-    stored_offset: Callable[[str], float]  # the same: a number that llama.cpp has added to it
+    stored_rows: Callable[
+        [str, LlamaConfig], Rows | None
+    ]  # of a tensor, by its Hugging Face name: its rows in the file
+    stored_columns: Callable[[str, LlamaConfig], Rows | None]  # the same
+    stored_form: Callable[[str], StoredForm]  # the same
+
+    def changed(self, name: str, tensor: PlacedTensor, config: LlamaConfig) -> PlacedTensor:
+        """Return the tensor with the changes of llama.cpp's conversion."""
+        rows = self.stored_rows(name, config) or tensor.rows
+        return replace(tensor, rows=rows, columns=self.stored_columns(name, config), form=self.stored_form(name))
 
 
 def _config_modules() -> list[ModuleType]:
@@ -144,9 +153,10 @@ def _hf_architectures() -> Iterator[tuple[str, Callable[[Fields, int], ModelConf
 def _gguf_architectures() -> Iterator[tuple[str, GGUFArchitecture]]:
     for module in _config_modules():
         if hasattr(module, "config_from_gguf"):
-            heads = getattr(module, "interleaved_heads", lambda name, config: None)
-            offset = getattr(module, "stored_offset", lambda name: 0.0)
-            architecture = GGUFArchitecture(module.config_from_gguf, module.hf_name, heads, offset)
+            rows = getattr(module, "stored_rows", lambda name, config: None)
+            columns = getattr(module, "stored_columns", lambda name, config: None)
+            form = getattr(module, "stored_form", lambda name: StoredForm.SAME)
+            architecture = GGUFArchitecture(module.config_from_gguf, module.hf_name, rows, columns, form)
             for kind in getattr(module, "GGUF_TYPES", module.MODEL_TYPES):
                 yield kind, architecture
 
@@ -186,45 +196,23 @@ def _list(names: list[str]) -> str:
     return ", ".join(map(brief, names[:_SHOWN])) + more
 
 
-def _renamed(architecture: GGUFArchitecture, tensors: tuple[GGUFTensor, ...], path: Path) -> dict[str, GGUFTensor]:
-    """Return the tensors by their Hugging Face names; a stack is the tensors that lie in it, one after the other."""
-    renamed: dict[str, GGUFTensor] = {}
-    for tensor in tensors:
-        name = architecture.hf_name(tensor.name)
-        parts = _unstacked(name, tensor, path) if STACKED in name else [(name, tensor)]
-        for part_name, part in parts:
-            if part_name in renamed:
-                same = f"{brief(renamed[part_name].name)} and {brief(tensor.name)}"
-                raise ModelError(f"{path}: tensors {same} are the same one")
-            if len(renamed) == MAX_MODEL_TENSORS:
-                raise ModelError(f"{path}: the model has more than {MAX_MODEL_TENSORS} tensors")
-            renamed[part_name] = part
-    return renamed
-
-
-def _in_hf_shapes(tensors: Mapping[str, GGUFTensor], wanted: Mapping[str, Shape]) -> dict[str, GGUFTensor]:
-    """Put dimensions of size 1 back, which llama.cpp leaves out."""
-    shaped: dict[str, GGUFTensor] = {}
-    for name, tensor in tensors.items():
-        shape = wanted.get(name, tensor.shape)
-        is_same = shape[-1:] == tensor.shape[-1:] and _large(shape) == _large(tensor.shape)
-        shaped[name] = replace(tensor, shape=shape) if is_same else tensor
-    return shaped
-
-
-def _large(shape: Shape) -> list[int]:
-    return [size for size in shape if size > 1]
-
-
-def _unstacked(name: str, tensor: GGUFTensor, path: Path) -> Iterator[tuple[str, GGUFTensor]]:
-    """Yield the matrices of a stack [count, rows, columns]. Raises ModelError for another rank."""
-    if len(tensor.shape) != 3:
-        raise ModelError(f"{path}: tensor {brief(tensor.name)} has {len(tensor.shape)} dimensions, not 3")
-    count, shape = tensor.shape[0], tensor.shape[1:]
-    nbytes = tensor.nbytes // count
-    for index in range(count):
-        offset = tensor.offset + index * nbytes
-        yield name.replace(STACKED, str(index)), GGUFTensor(tensor.name, shape, tensor.type, offset, nbytes)
+def _parted(path: Path, config: ModelConfig, tensors: dict[str, TensorT]) -> dict[str, TensorT]:
+    """Return the tensors with the parts of each joined one in its place."""
+    parted = dict(tensors)
+    for name, parts in config.joined_tensors():
+        if name not in parted:
+            continue
+        whole: TensorT = parted.pop(name)
+        total = sum(len(piece) for rows in parts.values() for piece in rows)
+        if math.prod(whole.shape[:-1]) != total:
+            raise ModelError(f"{path}: tensor {name} has the shape {brief(list(whole.shape))}, not {total} rows")
+        for part, rows in parts.items():
+            if part in parted:
+                raise ModelError(f"{path}: tensors {brief(name)} and {brief(part)} are the same one")
+            count = sum(map(len, rows))
+            shape, nbytes = (count, *whole.shape[-1:]), whole.nbytes * count // total
+            parted[part] = replace(whole, shape=shape, nbytes=nbytes, rows=rows)
+    return parted
 
 
 # ---- directories --------------------------------------------------------------------------------------------------

@@ -1,16 +1,16 @@
 """The shape of layers with experts: a router chooses the MLPs of each token (arXiv 1701.06538, 2101.03961).
 
-Each expert has tensors of its own, as in safetensors. A GGUF file has one tensor for all experts of a layer: a stack.
+Each expert has tensors of its own, as in most directories. A GGUF file, and Qwen3.5's directories, have one tensor for
+all experts of a layer: a stack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trioengine.hub.llama_config import LAYER_NAMES, LlamaConfig
-from trioengine.hub.model_config import MAX_MODEL_TENSORS, STACKED, Fields, Shape
+from trioengine.hub.model_config import MAX_MODEL_TENSORS, STACKED, Fields, Rows, Shape
 
 GGUF_NAMES = {  # of a layer with experts
     **{name: hf_name for name, hf_name in LAYER_NAMES.items() if not hf_name.startswith("mlp.")},
@@ -19,67 +19,123 @@ GGUF_NAMES = {  # of a layer with experts
     "ffn_up_exps": f"mlp.experts.{STACKED}.up_proj",
     "ffn_down_exps": f"mlp.experts.{STACKED}.down_proj",
 }
+GGUF_SHARED_NAMES = {  # of a shared expert
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsShape:
+    """The experts of a decoder."""
+
+    count: int  # of a layer
+    num_chosen: int  # for a token
+    size: int  # of one expert, between its projections
+    normalizes: bool  # whether the chosen experts' probabilities are divided by their sum
+    layers: tuple[bool, ...]  # whether each layer has experts; the others have one MLP
+    shared_size: int = 0  # of an expert that every token is given to as well; 0: there is none
+
+    def replace_mlps(self, tensors: dict[str, Shape], prefix: str, hidden: int) -> None:
+        """Put experts in place of MLPs into all tensors, whose names begin with the prefix."""
+        for index, has_experts in enumerate(self.layers):
+            if has_experts:
+                mlp = f"{prefix}layers.{index}.mlp."
+                for name in _PROJECTIONS:
+                    del tensors[f"{mlp}{name}.weight"]
+                tensors |= self._tensors(mlp, hidden)
+
+    def _tensors(self, mlp: str, hidden: int) -> dict[str, Shape]:
+        tensors: dict[str, Shape] = {f"{mlp}gate.weight": (self.count, hidden)}
+        for name in _PROJECTIONS:
+            shape = _shape(name, self.size, hidden)
+            tensors |= {f"{mlp}experts.{expert}.{name}.weight": shape for expert in range(self.count)}
+            if self.shared_size:
+                tensors[f"{mlp}shared_expert.{name}.weight"] = _shape(name, self.shared_size, hidden)
+        if self.shared_size:
+            tensors[f"{mlp}shared_expert_gate.weight"] = (1, hidden)
+        return tensors
+
+    def stacks(self, hidden: int) -> Iterator[tuple[str, dict[str, Rows]]]:
+        """Yield the stacks of a layer, and the rows of each expert's projections in them."""
+        for stack, names in _STACKS.items():
+            size = hidden if stack == "down_proj" else self.size
+            rows: dict[str, Rows] = {}
+            for expert in range(self.count):
+                for place, name in enumerate(names, expert * len(names)):
+                    rows[f"mlp.experts.{expert}.{name}.weight"] = (range(place * size, (place + 1) * size),)
+            yield f"mlp.experts.{stack}", rows
+
+
+def _shape(projection: str, size: int, hidden: int) -> Shape:
+    return (hidden, size) if projection == "down_proj" else (size, hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig(LlamaConfig):
     """The shape of a decoder with experts in some layers, or in all."""
 
-    num_experts: int  # of a layer
-    num_experts_per_tok: int  # that a token is given to
-    moe_intermediate_size: int  # of one expert
-    norm_topk_prob: bool  # whether the chosen experts' probabilities are divided by their sum
-    has_experts: tuple[bool, ...]  # of each layer; the others have one MLP
+    experts: ExpertsShape
 
     def wanted_tensors(self, prefix: str = "model.") -> dict[str, Shape]:
         wanted = LlamaConfig.wanted_tensors(self, prefix)
-        for index, has_experts in enumerate(self.has_experts):
-            if has_experts:
-                mlp = f"{prefix}layers.{index}.mlp."
-                for name in _PROJECTIONS:
-                    del wanted[f"{mlp}{name}.weight"]
-                wanted |= self._expert_tensors(mlp)
+        self.experts.replace_mlps(wanted, prefix, self.hidden_size)
         return wanted
 
-    def _expert_tensors(self, mlp: str) -> dict[str, Shape]:
-        hidden, inner = self.hidden_size, self.moe_intermediate_size
-        tensors: dict[str, Shape] = {f"{mlp}gate.weight": (self.num_experts, hidden)}
-        for name in _PROJECTIONS:
-            shape = (hidden, inner) if name == "down_proj" else (inner, hidden)
-            tensors |= {f"{mlp}experts.{expert}.{name}.weight": shape for expert in range(self.num_experts)}
-        return tensors
 
-
-def experts_from_hf(fields: Fields, size: int, has_experts: Sequence[bool]) -> dict[str, Any]:
-    """Read the fields of config.json, with transformers' defaults for absent ones; `size` is of one expert.
-
-    Raises ModelError, naming the field.
-    """
+def experts_from_hf(
+    fields: Fields, size: int, layers: Sequence[bool], *, normalizes: bool, shared_size: int = 0
+) -> ExpertsShape:
+    """Read the fields of config.json; `size` is of one expert. Raises ModelError, naming the field."""
     count = "num_experts" if fields.has("num_experts") else "num_local_experts"  # transformers 5 writes the latter
-    return _checked(fields, count, "num_experts_per_tok", has_experts) | {
-        "moe_intermediate_size": size,
-        "norm_topk_prob": fields.flag("norm_topk_prob"),
-    }
+    counts = _counts(fields, count, "num_experts_per_tok", sum(layers))
+    return ExpertsShape(
+        count=counts[0],
+        num_chosen=counts[1],
+        size=size,
+        normalizes=normalizes,
+        layers=tuple(layers),
+        shared_size=shared_size,
+    )
 
 
-def experts_from_gguf(fields: Fields, size: int, num_layers: int, *, norm_topk_prob: bool) -> dict[str, Any]:
-    """Read the metadata: all layers have experts. llama.cpp fixes `norm_topk_prob` for each architecture.
+def experts_from_gguf(
+    fields: Fields, size: int, num_layers: int, *, normalizes: bool, shared_size: int = 0
+) -> ExpertsShape:
+    """Read the metadata: all layers have experts. llama.cpp fixes `normalizes` for each architecture.
 
     Raises ModelError, naming the key.
     """
-    return _checked(fields, "expert_count", "expert_used_count", (True,) * num_layers) | {
-        "moe_intermediate_size": size,
-        "norm_topk_prob": norm_topk_prob,
-    }
+    count, num_chosen = _counts(fields, "expert_count", "expert_used_count", num_layers)
+    return ExpertsShape(
+        count=count,
+        num_chosen=num_chosen,
+        size=size,
+        normalizes=normalizes,
+        layers=(True,) * num_layers,
+        shared_size=shared_size,
+    )
 
 
-def _checked(fields: Fields, count: str, per_token: str, has_experts: Sequence[bool]) -> dict[str, Any]:
+def _counts(fields: Fields, count: str, per_token: str, num_layers: int) -> tuple[int, int]:
     """Return the counts. Raises ModelError if there are too few experts for a token, or too many for a model."""
     num_experts, chosen = fields.count(count), fields.count(per_token)
     if chosen > num_experts:
         raise fields.bad(per_token, f"must be at most the number of experts, {num_experts}")
-    if len(_PROJECTIONS) * num_experts * sum(has_experts) > MAX_MODEL_TENSORS:
-        most = MAX_MODEL_TENSORS // (len(_PROJECTIONS) * sum(has_experts))
-        raise fields.bad(count, f"must be at most {most} in {sum(has_experts)} layers")
-    return {"num_experts": num_experts, "num_experts_per_tok": chosen, "has_experts": tuple(has_experts)}
+    if len(_PROJECTIONS) * num_experts * num_layers > MAX_MODEL_TENSORS:
+        most = MAX_MODEL_TENSORS // (len(_PROJECTIONS) * num_layers)
+        raise fields.bad(count, f"must be at most {most} in {num_layers} layers")
+    return num_experts, chosen
+
+
+def layers_with_experts(fields: Fields, num_layers: int) -> list[bool]:
+    """Return for each layer whether it has experts: every `decoder_sparse_step`th, but for `mlp_only_layers`."""
+    step, dense = fields.count("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(index) is int for index in dense):
+        raise fields.bad("mlp_only_layers", "must be a list of layers")
+    without = set(dense)
+    return [(index + 1) % step == 0 and index not in without for index in range(num_layers)]

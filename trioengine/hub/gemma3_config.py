@@ -10,6 +10,7 @@ from typing import Any
 from trioengine.core.errors import ModelError
 from trioengine.core.wording import brief
 from trioengine.hub import llama_config
+from trioengine.hub.gguf_tensors import StoredForm
 from trioengine.hub.llama_config import LAYER_NAMES, LlamaConfig, count_layers, gguf_fields, windows_of
 from trioengine.hub.model_config import Fields, Shape
 from trioengine.hub.rope_config import scaling_from_hf
@@ -102,6 +103,6 @@ def hf_name(name: str) -> str:
     return llama_config.hf_name(name, _LAYER_NAMES)
 
 
-def stored_offset(name: str) -> float:
-    """Return the number that llama.cpp adds to a tensor: weights of norms are stored with the 1 of their formula."""
-    return 1.0 if name.endswith("norm.weight") else 0.0
+def stored_form(name: str) -> StoredForm:
+    """Return how llama.cpp stores a tensor: weights of norms with the 1 of their formula."""
+    return StoredForm.PLUS_ONE if name.endswith("norm.weight") else StoredForm.SAME

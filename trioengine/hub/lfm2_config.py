@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trioengine.core.errors import ModelError
 from trioengine.hub import llama_config
-from trioengine.hub.llama_config import (
-    LAYER_NAMES,
-    LlamaConfig,
-    attention_layers,
-    checked_attention,
-    count_layers,
-    gguf_fields,
-    rope_of,
-)
+from trioengine.hub.llama_config import LAYER_NAMES, LlamaConfig, count_layers, gguf_fields, rope_of
 from trioengine.hub.model_config import Fields, Shape, StatePart
 
 MODEL_TYPES = ("lfm2",)
@@ -34,6 +27,7 @@ _LAYER_NAMES = {
 _NORM = "token_embd_norm.weight"  # of the last layer's result, whatever its name
 _DEFAULTS = {"norm_eps": 1e-5, "max_position_embeddings": 128000, "num_key_value_heads": 8}
 _MAX_TAPS = 64
+_ATTENTION = "full_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +172,25 @@ def _attends(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     attends = set(range(num_layers) if indices is None else indices)
     kinds = ["full_attention" if index in attends else "conv" for index in range(num_layers)]
     return attention_layers(fields, num_layers, "conv", kinds)
+
+
+def attention_layers(fields: Fields, num_layers: int, other: str, kinds: Sequence[str]) -> tuple[bool, ...]:
+    """Return whether each layer has attention, by config.json's `layer_types`, or else by `kinds`.
+
+    The kinds are full_attention and `other`. Raises ModelError, naming the field.
+    """
+    given = fields.get("layer_types")
+    kinds, supported = (kinds if given is None else given), (_ATTENTION, other)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in supported for kind in kinds):
+        raise fields.bad("layer_types", f"must be {num_layers} of {', '.join(supported)}")
+    return checked_attention(fields, tuple(kind == _ATTENTION for kind in kinds))
+
+
+def checked_attention(fields: Fields, attends: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Return whether each layer has attention. Raises ModelError if none has."""
+    if not any(attends):
+        raise ModelError(f"{fields.path}: a model without a layer of attention is not supported")
+    return attends
 
 
 def count_taps(fields: Fields, field: str, default: int | None = None) -> int:

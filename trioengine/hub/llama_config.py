@@ -6,7 +6,7 @@ Other decoders of its kind have a configuration derived from it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import Undecoded
 from trioengine.core.wording import brief
-from trioengine.hub.model_config import Fields, Shape, StatePart
+from trioengine.hub.model_config import Fields, JoinedTensors, Rows, Shape, StatePart
 from trioengine.hub.rope_config import RopeScaling, RopeType, scaling_from_gguf, scaling_from_hf
 
 MODEL_TYPES = ("llama",)
@@ -38,7 +38,6 @@ LAYER_NAMES = {  # and of a layer
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_ATTENTION = "full_attention"
 _EMBEDDING = "token_embd.weight"
 ConfigT = TypeVar("ConfigT", bound="LlamaConfig")
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", re.ASCII)
@@ -138,6 +137,10 @@ class LlamaConfig:
             "lm_head.weight": (self.vocab_size, self.hidden_size),
             FREQUENCY_DIVISORS: (self.rotary_dim // 2,),
         }
+
+    def joined_tensors(self) -> JoinedTensors:
+        """Yield the tensors that a directory may have in place of several, and the rows of these in them: none."""
+        return iter(())
 
     @classmethod
     def from_hf(cls, fields: Fields, num_tensors: int, **more: Any) -> Self:
@@ -269,25 +272,6 @@ def windows_of(fields: Fields, num_layers: int, is_sliding: Callable[[int], bool
     return tuple(fields.count("sliding_window") if kind == "sliding_attention" else None for kind in kinds)
 
 
-def attention_layers(fields: Fields, num_layers: int, other: str, kinds: Sequence[str]) -> tuple[bool, ...]:
-    """Return whether each layer has attention, by config.json's `layer_types`, or else by `kinds`.
-
-    The kinds are full_attention and `other`. Raises ModelError, naming the field.
-    """
-    given = fields.get("layer_types")
-    kinds, supported = (kinds if given is None else given), (_ATTENTION, other)
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in supported for kind in kinds):
-        raise fields.bad("layer_types", f"must be {num_layers} of {', '.join(supported)}")
-    return checked_attention(fields, tuple(kind == _ATTENTION for kind in kinds))
-
-
-def checked_attention(fields: Fields, attends: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Return whether each layer has attention. Raises ModelError if none has."""
-    if not any(attends):
-        raise ModelError(f"{fields.path}: a model without a layer of attention is not supported")
-    return attends
-
-
 def count_layers(fields: Fields, field: str, num_tensors: int, default: int | None = None) -> int:
     """Return the number of layers. Raises ModelError if it exceeds the number of tensors."""
     layers = fields.count(field, default)
@@ -326,10 +310,12 @@ def hf_name(name: str, layer_names: Mapping[str, str] = LAYER_NAMES) -> str:
     return f"model.layers.{layer}.{layer_names[stem]}.{kind}" if stem in layer_names else name
 
 
-def interleaved_heads(name: str, config: LlamaConfig) -> int | None:
-    """Return the heads of a tensor whose rotary pairs llama.cpp stores side by side, by its Hugging Face name."""
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-    return next((count for projection, count in heads.items() if f".{projection}." in name), None)
+def stored_rows(name: str, config: LlamaConfig) -> Rows | None:
+    """Return the rows of a tensor, by its Hugging Face name, in a file with each head's rotary pairs side by side."""
+    heads, size = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}, config.head_dim
+    count = next((count for projection, count in heads.items() if f".{projection}." in name), 0)
+    firsts = (start + place for start in range(0, count * size, size) for place in (0, 1))
+    return tuple(range(first, first + size - first % 2, 2) for first in firsts) or None
 
 
 def gguf_fields(metadata: Mapping[str, Any], path: Path, architecture: str) -> Fields:

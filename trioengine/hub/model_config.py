@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import Field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, NamedTuple, Protocol, TypeAlias
@@ -19,10 +19,13 @@ from trioengine.core.wording import brief
 
 Shape: TypeAlias = tuple[int, ...]  # rows first
 
+Rows: TypeAlias = tuple[range, ...]  # of a stored tensor, in this order; all dimensions but the last number its rows
+JoinedTensors: TypeAlias = Iterator[tuple[str, Mapping[str, Rows]]]
+
 STACKED = "{stacked}"  # in the name of a GGUF tensor whose first dimension numbers tensors of their own
-MAX_MODEL_TENSORS = 1 << 16  # with each expert's; the largest Qwen3-MoE has 36,945
+MAX_MODEL_TENSORS = 100_000  # with each expert's; the largest Qwen3.5 has 93,000
 _LEAST = 2.0**-126  # of float32's normal numbers
-MAX_JSON = 6 << 20  # bytes
+MAX_JSON = 8 << 20  # bytes; the index of Qwen3-Next has 7 million
 MAX_VALUES = 1 << 18  # in a JSON text, counted by its separators; at most about 110 bytes of memory each
 
 
@@ -92,6 +95,10 @@ class ModelConfig(Protocol):
 
     def optional_tensors(self) -> dict[str, Shape]:
         """Return the shapes of the tensors that a checkpoint may have beside these."""
+        ...
+
+    def joined_tensors(self) -> JoinedTensors:
+        """Yield the tensors that a directory may have in place of several, and the rows of these in them, by name."""
         ...
 
     @property

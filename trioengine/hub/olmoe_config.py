@@ -33,8 +33,9 @@ def config_from_hf(fields: Fields, num_tensors: int) -> OlmoeConfig:
         raise ModelError(f"{fields.path}: clip_qkv is not supported")
     fields = fields.defaulting(_DEFAULTS)
     num_layers = count_layers(fields, "num_hidden_layers", num_tensors)
-    experts = experts_from_hf(fields, fields.count("intermediate_size"), (True,) * num_layers)
-    return OlmoeConfig.from_hf(fields, num_tensors, mlp_bias=False, **experts)
+    size, normalizes = fields.count("intermediate_size"), fields.flag("norm_topk_prob")
+    experts = experts_from_hf(fields, size, (True,) * num_layers, normalizes=normalizes)
+    return OlmoeConfig.from_hf(fields, num_tensors, mlp_bias=False, experts=experts)
 
 
 def config_from_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, Shape], path: Path) -> OlmoeConfig:
@@ -43,8 +44,8 @@ def config_from_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, Shape], p
     if fields.get("attention.clamp_kqv"):
         raise ModelError(f"{path}: olmoe.attention.clamp_kqv is not supported")
     num_layers, size = count_layers(fields, "block_count", len(shapes)), fields.count("feed_forward_length")
-    experts = experts_from_gguf(fields, size, num_layers, norm_topk_prob=False)
-    return OlmoeConfig.from_gguf(metadata, shapes, path, "olmoe", **experts)
+    experts = experts_from_gguf(fields, size, num_layers, normalizes=False)
+    return OlmoeConfig.from_gguf(metadata, shapes, path, "olmoe", experts=experts)
 
 
 def hf_name(name: str) -> str:

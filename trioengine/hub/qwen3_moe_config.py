@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from trioengine.hub import llama_config
-from trioengine.hub.experts_config import GGUF_NAMES, ExpertsConfig, experts_from_gguf, experts_from_hf
+from trioengine.hub.experts_config import (
+    GGUF_NAMES,
+    ExpertsConfig,
+    experts_from_gguf,
+    experts_from_hf,
+    layers_with_experts,
+)
 from trioengine.hub.llama_config import LlamaConfig, count_layers, gguf_fields
 from trioengine.hub.model_config import Fields, Shape
 from trioengine.hub.qwen3_config import HEAD_NORM_NAMES, head_norms
@@ -36,8 +42,9 @@ def config_from_hf(fields: Fields, num_tensors: int) -> Qwen3MoeConfig:
     num_layers = count_layers(fields, "num_hidden_layers", num_tensors)
     windows = (_window(fields),) * num_layers
     fields = fields.defaulting(_DEFAULTS)
-    experts = experts_from_hf(fields, fields.count("moe_intermediate_size"), _layers_with_experts(fields, num_layers))
-    return Qwen3MoeConfig.from_hf(fields, num_tensors, windows=windows, mlp_bias=False, **experts)
+    size, normalizes = fields.count("moe_intermediate_size"), fields.flag("norm_topk_prob")
+    experts = experts_from_hf(fields, size, layers_with_experts(fields, num_layers), normalizes=normalizes)
+    return Qwen3MoeConfig.from_hf(fields, num_tensors, windows=windows, mlp_bias=False, experts=experts)
 
 
 def config_from_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, Shape], path: Path) -> Qwen3MoeConfig:
@@ -45,8 +52,8 @@ def config_from_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, Shape], p
     fields = gguf_fields(metadata, path, "qwen3moe")
     num_layers = count_layers(fields, "block_count", len(shapes))
     size = fields.count("expert_feed_forward_length")
-    experts = experts_from_gguf(fields, size, num_layers, norm_topk_prob=True)
-    return Qwen3MoeConfig.from_gguf(metadata, shapes, path, "qwen3moe", model_type="qwen3_moe", **experts)
+    experts = experts_from_gguf(fields, size, num_layers, normalizes=True)
+    return Qwen3MoeConfig.from_gguf(metadata, shapes, path, "qwen3moe", model_type="qwen3_moe", experts=experts)
 
 
 def hf_name(name: str) -> str:
@@ -58,12 +65,3 @@ def _window(fields: Fields) -> int | None:
     """Return the window of all layers; transformers ignores `sliding_window` unless `use_sliding_window` is true."""
     is_null = fields.has("sliding_window") and fields.get("sliding_window") is None
     return fields.count("sliding_window", 4096) if fields.flag("use_sliding_window") and not is_null else None
-
-
-def _layers_with_experts(fields: Fields, num_layers: int) -> list[bool]:
-    """Return for each layer whether it has experts: every `decoder_sparse_step`th, but for `mlp_only_layers`."""
-    step, dense = fields.count("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(index) is int for index in dense):
-        raise fields.bad("mlp_only_layers", "must be a list of layers")
-    without = set(dense)
-    return [(index + 1) % step == 0 and index not in without for index in range(num_layers)]

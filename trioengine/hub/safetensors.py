@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 from trioengine.core.checks import MAX_INT64
 from trioengine.core.errors import ModelError
 from trioengine.core.wording import brief
-from trioengine.hub.model_config import open_file, parse_json
+from trioengine.hub.model_config import Rows, open_file, parse_json
 
 MAX_HEADER = 4 << 20  # bytes; a model of 16,384 tensors has 2 MB
 MAX_DIMENSIONS = 8
@@ -32,13 +32,14 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a safetensors file, and its name there; `shape` has rows first."""
+    """A tensor of a safetensors file, or some rows of it, and its name there; `shape` has rows first."""
 
     file: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    rows: Rows | None = None  # None: all
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

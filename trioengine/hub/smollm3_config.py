@@ -9,7 +9,7 @@ from typing import Any
 
 from trioengine.hub.llama_config import LlamaConfig, count_layers, gguf_fields, windows_of
 from trioengine.hub.llama_config import hf_name as hf_name
-from trioengine.hub.llama_config import interleaved_heads as interleaved_heads
+from trioengine.hub.llama_config import stored_rows as stored_rows
 from trioengine.hub.model_config import Fields, Shape
 
 MODEL_TYPES = ("smollm3",)

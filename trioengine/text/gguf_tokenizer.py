@@ -157,7 +157,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], types: list[Any]
     with refusing(_MERGES):  # a merge of unknown tokens
         model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting in _WHOLE_WORDS)
     tokenizer = Tokenizer(model)
-    if splitting == "qwen2":
+    if splitting in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = SPLITTINGS[splitting]()
     tokenizer.decoder = decoders.ByteLevel()
@@ -183,6 +183,7 @@ _LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 _SEED_CODER = _QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
 _CASES = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+SUFFIX"
@@ -231,6 +232,7 @@ SPLITTINGS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "llama-v3": lambda: _by_regex(_LLAMA3),
     "olmo": _gpt2,
     "qwen2": lambda: _by_regex(_QWEN2),
+    "qwen35": lambda: _by_regex(_QWEN35),
     "refact": _smollm,
     "seed-coder": lambda: _by_regex(_SEED_CODER),
     "smaug-bpe": lambda: _by_regex(_LLAMA3),

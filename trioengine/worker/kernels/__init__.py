@@ -121,13 +121,26 @@ class GatedMLP:
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """How the scores of experts become choices and weights."""
+
+    num_chosen: int  # of a token, without a shared expert
+    normalizes: bool  # whether the weights of the chosen ones add up to 1
+    has_shared: bool = False  # whether the last one is every token's, with the sigmoid of its score as weight
+
+    @property
+    def num_used(self) -> int:
+        """The experts of a token."""
+        return self.num_chosen + self.has_shared
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """MLPs of which a router chooses some for each token; their results are added, by weights (Kernels.route)."""
 
     router: Linear  # one score for each MLP
-    mlps: Sequence[GatedMLP]
-    num_chosen: int  # for a token
-    normalizes: bool  # whether the weights of a token add up to 1
+    mlps: Sequence[GatedMLP]  # all of one size, but for the shared one
+    routing: Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,18 +265,19 @@ class Kernels(Protocol):
         """
         ...
 
-    def route(self, scores: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
-        """The experts with the largest scores, the first of equal ones first, and the softmax of all scores at them.
+    def route(self, scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """The experts with the largest scores, the first of equal ones first, and the softmax of their scores at them.
 
-        scores [num_rows, num_experts], dtype; returns [num_rows, num_chosen], int64, and the same, float32, divided by
-        their sum if `normalizes`. A score that is nan makes all weights of its row nan.
+        Behind them the shared expert, whose score counts for nothing else. scores [num_rows, num_experts], dtype;
+        returns [num_rows, num_used], int64, and the same, float32. A score that is nan makes weights of its row nan:
+        the shared expert's its own, another all others.
         """
         ...
 
     def mix(self, results: Tensor, weights: Tensor) -> Tensor:
         """Add up each row's results by their weights, in their order, in float32.
 
-        results [num_rows, num_chosen, size], dtype; weights [num_rows, num_chosen], float32; returns [num_rows, size].
+        results [num_rows, num_used, size], dtype; weights [num_rows, num_used], float32; returns [num_rows, size].
         """
         ...
 

@@ -61,7 +61,7 @@ class LayerByLayer:
 
     def _mix(self, experts: Experts, x: Tensor) -> Tensor:
         """The rows of each expert are computed together."""
-        chosen, weights = self._kernels.route(experts.router(x), experts.num_chosen, experts.normalizes)
+        chosen, weights = self._kernels.route(experts.router(x), experts.routing)
         results = x.new_empty((*chosen.shape, x.shape[1]))
         for expert in sorted(set(chosen.flatten().tolist())):
             places = chosen == expert

@@ -1,6 +1,6 @@
 // Layers with experts: a router's scores choose some MLPs for each row. The rows of an expert lie together, and are computed
 // by one product for all of them; an expert without rows costs nothing. A row's results are added in the order of its
-// scores, so that its bits do not depend on other rows.
+// scores, so that its bits do not depend on other rows. A shared expert is the last one: every row's, and its last.
 
 #pragma once
 
@@ -10,8 +10,9 @@
 namespace {
 
 struct Routing {
-    int64_t experts, chosen;  // of all; of a row
-    bool normalizes;          // whether the weights of a row add up to 1
+    int64_t experts, chosen;  // of all; of a row: with the shared one
+    bool normalizes;          // whether the weights of a row add up to 1, without the shared one's
+    bool has_shared;          // whose weight is the sigmoid of its score
 };
 
 struct Experts {
@@ -37,15 +38,17 @@ struct Routes {
     int64_t num_spans;
 };
 
-// The experts with the largest scores, the first of equal ones first, and the softmax of all scores at them.
+// The experts with the largest scores, the first of equal ones first, and the softmax of their scores at them. Then the
+// shared one.
 inline void route_row(const Element *scores, const Routing &routing, int64_t *chosen, float *weights) {
+    const int64_t routed = routing.experts - routing.has_shared, most = routing.chosen - routing.has_shared;
     int64_t found = 0;
-    for (int64_t expert = 0; expert < routing.experts; expert++) {
+    for (int64_t expert = 0; expert < routed; expert++) {
         const float score = number(scores[expert]);
         int64_t place = found;
         while (place > 0 && score > weights[place - 1]) place--;
-        if (place == routing.chosen) continue;
-        found = std::min(found + 1, routing.chosen);
+        if (place == most) continue;
+        found = std::min(found + 1, most);
         for (int64_t i = found - 1; i > place; i--) {
             chosen[i] = chosen[i - 1];
             weights[i] = weights[i - 1];
@@ -55,17 +58,20 @@ inline void route_row(const Element *scores, const Routing &routing, int64_t *ch
     }
     const float largest = weights[0];
     float total = 0, share = 0;  // of all, and of the chosen ones
-    for_lanes(routing.experts, [&](int64_t i, int count) {
+    for_lanes(routed, [&](int64_t i, int count) {
         const Floats terms = exponential(load(scores + i, count) - largest);
         for (int lane = 0; lane < count; lane++) total += terms[lane];
     });
-    for_lanes(routing.chosen, [&](int64_t i, int count) {
+    for_lanes(most, [&](int64_t i, int count) {
         const Floats terms = exponential(load(weights + i, count) - largest) / total;
         for (int lane = 0; lane < count; lane++) share += terms[lane];
         store_lanes(weights + i, terms, count);
     });
     if (routing.normalizes)
-        for (int64_t i = 0; i < routing.chosen; i++) weights[i] /= share;
+        for (int64_t i = 0; i < most; i++) weights[i] /= share;
+    if (!routing.has_shared) return;
+    chosen[most] = routed;
+    weights[most] = (1.0f / (1.0f + exponential(-load(scores + routed, 1))))[0];
 }
 
 // The sum of the results [places, size] at a row's places, by its weights.
@@ -79,14 +85,17 @@ inline void mix_row(const Element *results, const int64_t *places, const float *
     });
 }
 
-// Each expert's rows begin with a whole group of rows (floats.h), and keep their order. One thread calls it.
+// Each expert's rows begin with a whole group of rows (floats.h), and keep their order. A place is as large as its expert, so
+// that rows overlap unless the smaller experts have the first places: maybe the shared one. One thread calls it.
 inline void place_rows(const Experts &experts, int64_t rows, Routes &routes) {
     const Routing &routing = experts.routing;
     std::fill_n(experts.loads, routing.experts, 0);
     for (int64_t i = 0; i < rows * routing.chosen; i++) experts.loads[routes.chosen[i]]++;
+    const int64_t last = routing.experts - 1, first = experts.down[last].inputs < experts.down[0].inputs ? last : 0;
     int64_t start = 0;
     routes.num_spans = 0;
-    for (int64_t expert = 0; expert < routing.experts; expert++) {
+    for (int64_t i = 0; i < routing.experts; i++) {
+        const int64_t expert = (first + i) % routing.experts;
         const int64_t end = start + experts.loads[expert];
         routes.starts[expert] = start;
         for (int64_t row = start; row < end; row += FLOAT_BLOCK)

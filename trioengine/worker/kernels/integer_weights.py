@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,14 +55,19 @@ class IntegerWeight:
         minima = -self.zero * self.scales if self.minima is None else self.minima
         return IntegerWeight(self.codes, self.scales, minima, 0, self.bits)
 
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> IntegerWeight:
-        """The weight with its rows in another order; `change` is given tensors of any number of columns."""
-        minima = None if self.minima is None else change(self.minima)
-        return IntegerWeight(change(self.codes), change(self.scales), minima, self.zero, self.bits)
+    def with_columns(self, columns: list[int]) -> IntegerWeight | None:
+        """The weight with its columns in another order; None unless whole groups of them keep together."""
+        groups = torch.tensor(columns).view(-1, GROUP)
+        order = groups[:, 0] // GROUP
+        if not torch.equal(groups, GROUP * order[:, None] + torch.arange(GROUP)):
+            return None
+        minima = None if self.minima is None else self.minima[:, order]
+        return IntegerWeight(self.codes[:, columns], self.scales[:, order], minima, self.zero, self.bits)
 
     def rows(self, start: int, stop: int) -> IntegerWeight:
         """Some rows of the weight, a view."""
-        return self.map_rows(lambda values: values[start:stop])
+        minima = None if self.minima is None else self.minima[start:stop]
+        return IntegerWeight(self.codes[start:stop], self.scales[start:stop], minima, self.zero, self.bits)
 
 
 def join_integers(parts: Iterable[IntegerWeight | None]) -> IntegerWeight | None:

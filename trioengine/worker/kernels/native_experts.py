@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from trioengine.worker.kernels import Experts
+from trioengine.worker.kernels import Experts, Routing
 from trioengine.worker.kernels.products import ROW_GROUP, NativeLinear, Scratch, WeightAddress
 
 _ADDRESS, _COUNT = ctypes.c_void_p, ctypes.c_int64
@@ -21,7 +21,12 @@ FUNCTIONS: Mapping[str, tuple[type, ...]] = {
 class RoutingAddress(ctypes.Structure):
     """experts.h's Routing."""
 
-    _fields_ = (("experts", _COUNT), ("chosen", _COUNT), ("normalizes", ctypes.c_bool))
+    _fields_ = (
+        ("experts", _COUNT),
+        ("chosen", _COUNT),
+        ("normalizes", ctypes.c_bool),
+        ("has_shared", ctypes.c_bool),
+    )
 
 
 class ExpertsAddress(ctypes.Structure):
@@ -57,11 +62,11 @@ class NativeExperts:
         self.router = cast("NativeLinear", experts.router)
         self.gate_up = [cast("NativeLinear", mlp.gate_up) for mlp in experts.mlps]
         self.down = [cast("NativeLinear", mlp.down) for mlp in experts.mlps]
-        self.num_chosen = experts.num_chosen
+        self.num_used = experts.routing.num_used
         self._loads = torch.zeros(len(experts.mlps), dtype=torch.int64)
         self._weights = _addresses(self.gate_up), _addresses(self.down)
         self.address = ExpertsAddress(
-            RoutingAddress(len(experts.mlps), experts.num_chosen, experts.normalizes),
+            routing_address(experts.routing, len(experts.mlps)),
             self.router.address,
             *map(ctypes.addressof, self._weights),
             self._loads.data_ptr(),
@@ -69,12 +74,17 @@ class NativeExperts:
 
     def num_places(self, rows: int) -> int:
         """Return the most places of the rows' copies: each expert's begin with a whole group."""
-        copies = rows * self.num_chosen
+        copies = rows * self.num_used
         return copies + (ROW_GROUP - 1) * min(copies, len(self.gate_up))
 
     def loaded(self, layers: Sequence[NativeLinear]) -> Iterator[tuple[NativeLinear, int]]:
         """The layers, one for each expert, that had rows in the last step, and the number of these."""
         return ((layer, load) for layer, load in zip(layers, self._loads.tolist(), strict=True) if load)
+
+
+def routing_address(routing: Routing, count: int) -> RoutingAddress:
+    """The routing to so many experts."""
+    return RoutingAddress(count, routing.num_used, routing.normalizes, routing.has_shared)
 
 
 def _addresses(layers: Sequence[NativeLinear]) -> ctypes.Array[WeightAddress]:
@@ -83,7 +93,7 @@ def _addresses(layers: Sequence[NativeLinear]) -> ctypes.Array[WeightAddress]:
 
 def reserve_routes(scratch: Scratch, experts: Sequence[NativeExperts], rows: int) -> RoutesAddress:
     """Room for the choices of the rows in any layer with experts."""
-    copies = rows * max(each.num_chosen for each in experts)
+    copies = rows * max(each.num_used for each in experts)
     return RoutesAddress(
         scratch.reserve("chosen", copies, torch.int64),
         scratch.reserve("places", copies, torch.int64),

@@ -22,6 +22,7 @@ from trioengine.worker.kernels import (
     Residual,
     RMSNorm,
     RotaryTable,
+    Routing,
     native_decoder,
     native_experts,
     products,
@@ -47,7 +48,7 @@ from trioengine.worker.kernels.native_attention import (
     cache_addresses,
 )
 from trioengine.worker.kernels.native_decoder import NativeDecoder
-from trioengine.worker.kernels.native_experts import RoutingAddress
+from trioengine.worker.kernels.native_experts import routing_address
 from trioengine.worker.kernels.products import Products
 
 _SOURCE = Path(__file__).with_name("native.cpp")
@@ -154,12 +155,12 @@ class NativeKernels:
         )
         return result
 
-    def route(self, scores: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
+    def route(self, scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         rows, experts = scores.shape
-        chosen = torch.empty((rows, num_chosen), dtype=torch.int64)
-        weights = torch.empty((rows, num_chosen), dtype=torch.float32)
-        routing = ctypes.byref(RoutingAddress(experts, num_chosen, normalizes))
-        self.native.route(address(scores, self.dtype), rows, routing, chosen.data_ptr(), weights.data_ptr())
+        chosen = torch.empty((rows, routing.num_used), dtype=torch.int64)
+        weights = torch.empty((rows, routing.num_used), dtype=torch.float32)
+        how = ctypes.byref(routing_address(routing, experts))
+        self.native.route(address(scores, self.dtype), rows, how, chosen.data_ptr(), weights.data_ptr())
         return chosen, weights
 
     def mix(self, results: Tensor, weights: Tensor) -> Tensor:

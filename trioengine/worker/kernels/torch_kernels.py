@@ -23,6 +23,7 @@ from trioengine.worker.kernels import (
     Residual,
     RMSNorm,
     RotaryTable,
+    Routing,
 )
 from trioengine.worker.kernels.batch import ForwardBatch, StateRows
 from trioengine.worker.kernels.decoder import LayerByLayer
@@ -72,10 +73,16 @@ class TorchKernels:
         known.store(states)
         return (result * c.float()).to(x.dtype)
 
-    def route(self, scores: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
-        ranked, experts = scores.float().sort(dim=-1, descending=True, stable=True)
-        weights = ranked.softmax(dim=-1)[:, :num_chosen]
-        return experts[:, :num_chosen], weights / weights.sum(dim=-1, keepdim=True) if normalizes else weights
+    def route(self, scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        num_routed = scores.shape[1] - routing.has_shared
+        ranked, experts = scores[:, :num_routed].float().sort(dim=-1, descending=True, stable=True)
+        chosen, weights = experts[:, : routing.num_chosen], ranked.softmax(dim=-1)[:, : routing.num_chosen]
+        if routing.normalizes:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        if not routing.has_shared:
+            return chosen, weights
+        last = torch.full_like(chosen[:, :1], num_routed)
+        return torch.cat([chosen, last], dim=-1), torch.cat([weights, scores[:, -1:].float().sigmoid()], dim=-1)
 
     def mix(self, results: Tensor, weights: Tensor) -> Tensor:
         return (results * weights.unsqueeze(-1)).sum(dim=1).to(results.dtype)

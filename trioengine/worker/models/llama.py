@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from trioengine.core.errors import InvariantError
+from trioengine.hub.experts_config import ExpertsShape
 from trioengine.hub.llama_config import FREQUENCY_DIVISORS, LlamaConfig
 from trioengine.worker.kernels import (
     Attention,
@@ -19,6 +20,7 @@ from trioengine.worker.kernels import (
     Kernels,
     RMSNorm,
     RotaryTable,
+    Routing,
 )
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.linear import Linear
@@ -60,9 +62,14 @@ class LayerReader:
     def mlp(self, name: str = "mlp") -> GatedMLP:
         return GatedMLP(self.linear(f"{name}.gate_proj", f"{name}.up_proj"), self.linear(f"{name}.down_proj"))
 
-    def experts(self, count: int, num_chosen: int, normalizes: bool) -> Experts:
-        router = self._weights.exact_linear(f"{self._prefix}mlp.gate")
-        return Experts(router, [self.mlp(f"mlp.experts.{index}") for index in range(count)], num_chosen, normalizes)
+    def experts(self, shape: ExpertsShape) -> Experts:
+        names = [f"mlp.experts.{index}" for index in range(shape.count)]
+        routers, has_shared = ["mlp.gate"], shape.shared_size > 0
+        if has_shared:
+            names.append("mlp.shared_expert")
+            routers.append("mlp.shared_expert_gate")
+        router = self._weights.exact_linear(*(self._prefix + name for name in routers))
+        return Experts(router, list(map(self.mlp, names)), Routing(shape.num_chosen, shape.normalizes, has_shared))
 
 
 class LlamaModel:

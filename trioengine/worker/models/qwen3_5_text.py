@@ -17,7 +17,7 @@ class Qwen35Model(LlamaModel):
         return DecoderLayer(
             qkv=reader.qkv() if attends else mixer.linear("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
             output=reader.output() if attends else mixer.linear("out_proj"),
-            mlp=reader.mlp(),
+            mlp=self.read_mlp(index, reader),
             attention_norm=add_one(reader.norm("input_layernorm")),
             mlp_norm=add_one(reader.norm("post_attention_layernorm")),
             query_norm=add_one(mixer.norm("q_norm")) if attends else None,

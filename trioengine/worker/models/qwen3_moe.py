@@ -12,10 +12,8 @@ class Qwen3MoeModel(Qwen3Model):
     """A Qwen3 with experts."""
 
     def read_mlp(self, index: int, reader: LayerReader) -> GatedMLP | Experts:
-        config = self.config
-        if not config.has_experts[index]:
-            return super().read_mlp(index, reader)
-        return reader.experts(config.num_experts, config.num_experts_per_tok, config.norm_topk_prob)
+        shape = self.config.experts
+        return reader.experts(shape) if shape.layers[index] else reader.mlp()
 
 
 Model: ModelFactory = Qwen3MoeModel

@@ -136,9 +136,9 @@ class WeightReader:
         )
         return linear
 
-    def exact_linear(self, name: str) -> Linear:
+    def exact_linear(self, *names: str) -> Linear:
         """A layer of numbers of the dtype, also where others are of integers."""
-        return self._linears.exact(self._give(self._read(f"{name}.weight")))
+        return self._linears.exact(self._give(joined([self._read(f"{name}.weight") for name in names])))
 
     def linear_of(self, weight: Tensor, name: str) -> Linear:
         """A layer of the weight that `tensor` has returned for `NAME.weight`, as an embedding that is the head too."""

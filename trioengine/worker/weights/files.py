@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import Executor, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from gguf.quants import dequantize
 from safetensors import SafetensorError, safe_open
 
 from trioengine.core.errors import ModelError
-from trioengine.core.gguf import GGUFTensor
 from trioengine.core.wording import excerpt
 from trioengine.hub.checkpoint import map_file, read_gguf, read_safetensors
+from trioengine.hub.gguf_tensors import PlacedTensor, StoredForm, num_rows
+from trioengine.hub.model_config import Rows
 from trioengine.worker.kernels.integer_weights import IntegerWeight
 from trioengine.worker.weights.blocks import EXACT_KINDS, INTEGER_KINDS, dequantize_exact, read_integers
 from trioengine.worker.weights.checkpoint import TensorShape
@@ -45,10 +47,12 @@ class SafetensorsCheckpoint:
         try:
             if file not in self._files:
                 self._files[file] = safe_open(str(file), framework="pt", device="cpu")
-            tensor: torch.Tensor = self._files[file].get_tensor(stored.name)
+            tensor: torch.Tensor = self._files[file].get_tensor(stored.name)  # a view of the file
         except (SafetensorError, OSError) as exc:  # it has changed since its header was read
             raise ModelError(f"{file} is damaged: {excerpt(str(exc))}") from exc
-        return tensor.to(dtype, copy=True)
+        if stored.rows is None:
+            return tensor.to(dtype, copy=True)
+        return tensor.view(-1, tensor.shape[-1])[_numbers(stored.rows)].to(dtype)
 
     @property
     def integer_share(self) -> float:
@@ -76,20 +80,25 @@ class GGUFCheckpoint:
             self.close()
             raise
         self.config, self._stored = header.config, header.tensors
-        self._interleaved, self._offsets = header.interleaved_heads, header.offsets
         self.tensors = {name: TensorShape(info.shape, info.nbytes) for name, info in header.tensors.items()}
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        if offset := self._offsets.get(name):
-            return (self._read(name, torch.float32) - offset).to(dtype)
-        return self._read(name, dtype)
-
-    def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         info = self._stored[name]
+        match info.form:
+            case StoredForm.SAME:
+                return self._read(info, dtype)
+            case StoredForm.PLUS_ONE:
+                return (self._read(info, torch.float32) - 1).to(dtype)
+            case StoredForm.MINUS_EXPONENTIAL:
+                return self._read(info, torch.float32).neg_().log_().to(dtype)
+
+    def _read(self, info: PlacedTensor, dtype: torch.dtype) -> torch.Tensor:
         data, kind = self._bytes(info), info.type.name
         if kind in EXACT_KINDS and len(info.shape) == 2:
-            return self._in_halves(name, dequantize_exact(data, kind, info.shape, dtype))
-        return self._in_halves(name, dequantize_gguf(data, kind, info.shape, dtype, self._executor))
+            tensor = dequantize_exact(data, kind, info.shape, dtype)
+        else:
+            tensor = dequantize_gguf(data, kind, info.shape, dtype, self._executor)
+        return tensor if info.columns is None else tensor[:, _numbers(info.columns)]
 
     @property
     def integer_share(self) -> float:
@@ -99,23 +108,25 @@ class GGUFCheckpoint:
     def read_integers(self, name: str) -> IntegerWeight | None:
         info = self._stored[name]
         weight = read_integers(self._bytes(info), info.type.name, info.shape)
-        return weight and weight.map_rows(lambda rows: self._in_halves(name, rows))
+        return weight if weight is None or info.columns is None else weight.with_columns(_numbers(info.columns))
 
-    def _in_halves(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Undo llama.cpp's order of a tensor's rows: in each head, rows 2i and 2i + 1 become i and i + head_dim / 2."""
-        heads = self._interleaved.get(name)
-        if heads is None:
-            return rows
-        return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-    def _bytes(self, info: GGUFTensor) -> memoryview:
-        return self._buffer[info.offset : info.offset + info.nbytes]
+    def _bytes(self, info: PlacedTensor) -> memoryview:
+        """The tensor's rows, as they are stored."""
+        if info.rows is None:
+            return self._buffer[info.offset : info.offset + info.nbytes]
+        size, end = info.nbytes // num_rows(info.shape), max(rows.stop for rows in info.rows)
+        stored = np.frombuffer(self._buffer[info.offset : info.offset + end * size], dtype=np.uint8).reshape(-1, size)
+        return memoryview(stored[_numbers(info.rows)].tobytes())
 
     def close(self) -> None:
         self._executor.shutdown()
         with contextlib.suppress(BufferError):  # a traceback still holds a view: the last one unmaps the file
             self._buffer.release()
             self._mapped.close()
+
+
+def _numbers(ranges: Rows) -> list[int]:
+    return list(chain.from_iterable(ranges))
 
 
 def dequantize_gguf(
