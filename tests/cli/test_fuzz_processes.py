@@ -26,7 +26,7 @@ def interrupt_after_the_finding(self, machine):
         Fuzzer._count = count
         signal.raise_signal(signal.SIGINT)
 
-if sys.argv.pop() == "while it is shrunk":
+if sys.argv.pop() == "when it is found":
     Fuzzer._count = interrupt_after_the_finding
 else:
     make = Fuzzer._make
@@ -58,7 +58,7 @@ def written(folder, text):
     return path
 
 
-@pytest.mark.parametrize("when", ["while it is shrunk", "while it is trimmed"])
+@pytest.mark.parametrize("when", ["when it is found", "while it is shrunk"])
 def test_an_interrupt_ends_it_and_keeps_what_was_found(tmp_path, when):
     keep = tmp_path / "found.json"
     ended = run_apart(INTERRUPTED, "--machine", "engine", "--keep", keep, when)

@@ -1,10 +1,13 @@
 """Steps that a program does not need to fail are left out of it."""
 
+from hypothesis import strategies as st
 from mutants import MUTANTS
 
+from trioengine.testing.fuzz.machine import Finding, Machine
 from trioengine.testing.fuzz.machines import MACHINES
-from trioengine.testing.fuzz.program import Program, replay
-from trioengine.testing.fuzz.runner import silence, trimmed
+from trioengine.testing.fuzz.program import Program, recorded, replay
+from trioengine.testing.fuzz.runner import silence
+from trioengine.testing.fuzz.trimming import trimmed
 
 OPEN, SETTLE = ("open", {"wait": True}), ("settle", {})
 ASK = ("ask", {"which": 0, "max_tokens": 2, "reads": True})
@@ -27,19 +30,20 @@ STEPS = [
 def test_what_is_left_fails_and_needs_every_step():
     make, mutant = MACHINES["EngineMachine"], MUTANTS["F25"]
     with silence(), mutant.active():
-        error, program = trimmed(make, (ValueError("as it was found"), Program("EngineMachine", STEPS)))
+        error, program = trimmed(make, (failure_of(make, STEPS), Program("EngineMachine", STEPS)))
         assert mutant.explains(error)
         assert 1 < len(program.steps) < 5
         for index in range(len(program.steps)):
-            assert fails(make, program.steps) and not fails(make, program.steps[:index] + program.steps[index + 1 :])
+            assert failure_of(make, program.steps)
+            assert not failure_of(make, program.steps[:index] + program.steps[index + 1 :])
 
 
-def fails(make, steps):
+def failure_of(make, steps):
     try:
         replay(make(), Program("EngineMachine", steps))
-    except Exception:
-        return True
-    return False
+    except Finding as finding:
+        return finding.error
+    return None
 
 
 def test_a_program_that_does_not_fail_stays_as_it_was():
@@ -52,13 +56,35 @@ def test_a_step_that_only_lets_a_pass_go_by_is_one():
     steps = [
         ("begin", {"ready": True, "sessions": 1, "turns": 0, "asks": 1, "thread_passes": 1}),
         *[("advance", {"seconds": 0.2})] * 10,
-        ("flow", {"rounds": 5}),
+        ("flow", {"rounds": 6}),
         ("stop_reading", {"what": "abort", "which": 0}),
         ("stop_reading", {"what": "fail", "which": 0}),
         ("flow", {"rounds": 1}),
     ]
     with silence(), MUTANTS["F4"].active():
-        assert fails(MACHINES["EngineMachine"], steps)
-        _, program = trimmed(MACHINES["EngineMachine"], (ValueError("found"), Program("EngineMachine", steps)))
+        failure = failure_of(MACHINES["EngineMachine"], steps)
+        _, program = trimmed(MACHINES["EngineMachine"], (failure, Program("EngineMachine", steps)))
     assert "advance" not in [name for name, _ in program.steps]
     assert program.length <= 4
+
+
+class Checks(Machine):
+    """Two checks fail, each for some arguments of one rule."""
+
+    @recorded(size=st.integers(0, 20), kind=st.sampled_from("abc"), is_on=st.booleans(), text=st.text(max_size=3))
+    def check(self, size, kind, is_on, text):
+        assert size < 3 or kind == "a", "one check"
+        assert not is_on, "the other one"
+
+
+def test_arguments_become_simple_and_the_check_stays_the_same():
+    on = {"size": 1, "kind": "c", "is_on": True, "text": "xyz"}
+    large = {"size": 17, "kind": "c", "is_on": True, "text": "xyz"}
+    for first, others, expected in (
+        (large, [on], {"size": 4, "kind": "b", "is_on": False, "text": ""}),
+        (on, [large], {"size": 0, "kind": "a", "is_on": True, "text": ""}),
+    ):
+        steps = [("check", each) for each in (first, *others)]
+        error, program = trimmed(Checks, (failure_of(Checks, steps), Program("Checks", steps)))
+        assert program.steps == [("check", expected)]
+        assert str(error).startswith("one check" if first is large else "the other one")

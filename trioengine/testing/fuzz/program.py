@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
+from hypothesis import Verbosity, find, settings
 from hypothesis.errors import InvalidDefinition
 from hypothesis.internal.conjecture.data import ConjectureData
 from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, PrimitiveProvider
@@ -260,6 +261,23 @@ def _rule_of(machine: Any, program: Program, index: int) -> Rule:
         if not _may_draw(strategy, arguments[key]):
             raise UnknownStep(f"{where}{name} cannot be given {key}={arguments[key]!r}, but {strategy}")
     return made
+
+
+def simpler_arguments(kind: type[Any], rule: str, name: str, value: object) -> list[Any]:
+    """Simpler values of an argument, simplest first; the simplest one alone where others are not easy to find."""
+    made: Rule = getattr(getattr(kind, rule), RULE_MARKER, None) or getattr(getattr(kind, rule), INITIALIZE_RULE_MARKER)
+    strategy = made.arguments[name]
+    unwrapped: Any = _unwrapped(strategy)
+    match type(unwrapped).__name__, value:
+        case "BooleansStrategy", bool():
+            return [False] if value else []
+        case "IntegersStrategy", int():
+            least = unwrapped.start or 0
+            return sorted({least, (least + value) // 2} - {value}) if value > least else []
+        case "SampledFromStrategy", _ if value in unwrapped.elements:
+            return list(unwrapped.elements[: min(2, unwrapped.elements.index(value))])
+    simplest = find(strategy, lambda _: True, settings=settings(database=None, verbosity=Verbosity.quiet))
+    return [] if simplest == value else [simplest]
 
 
 def _may_draw(strategy: Any, value: object) -> bool:

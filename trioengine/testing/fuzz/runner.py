@@ -18,70 +18,13 @@ from hypothesis.errors import Flaky
 from hypothesis.stateful import get_state_machine_test
 
 from trioengine.testing.fuzz.machine import Finding, Machine
-from trioengine.testing.fuzz.program import (
-    BACKEND,
-    ENVIRONMENT_RULES,
-    JUMPS,
-    Program,
-    Step,
-    UnknownStep,
-    replay,
-    seed_choices,
-)
+from trioengine.testing.fuzz.program import BACKEND, Program, replay, seed_choices
 from trioengine.testing.fuzz.trace import Trace
+from trioengine.testing.fuzz.trimming import Enough, trimmed
 
-Failed = tuple[Exception, Program]
-MOST_INTERRUPTS = 30  # of slow rules until hypothesis stops shrinking; and as many again until trimming stops
+MOST_INTERRUPTS = 30  # of slow rules until the search stops; and as many again until trimming stops
 QUICK = 0.2  # seconds of the processor's time, after the first interrupt
 MUCH_SLOWER = 5  # than any rule until then
-A_PASS: Step = ("tick", {"passes": 1, "order": 0})
-
-
-def trimmed(make: Callable[[], Machine], failed: Failed) -> Failed:
-    """A program of which no step can be left out, and how it fails; it may fail otherwise than the whole one did."""
-    before = None
-    size = len(failed[1].steps)
-    with contextlib.suppress(_Enough):
-        while size > 1 or before is not failed[1]:
-            before, size = failed[1], max(1, size // 2)
-            for index in reversed(range(0, len(before.steps), size)):
-                shorter = simpler(failed[1].steps, index, size)
-                attempts = (_run(make, Program(before.machine, steps, before.variant)) for steps in shorter)
-                failed = next(filter(None, attempts), failed)
-    return failed
-
-
-def simpler(steps: list[Step], index: int, size: int) -> Iterator[list[Step]]:
-    """Without so many steps at `index`; for one, with a mere pass in its place; two passes, or two jumps, as one."""
-    if index >= len(steps):  # a shorter one was found since
-        return
-    if size > 1:
-        yield steps[:index] + steps[index + size :]
-        return
-    before, those, after = steps[:index], steps[index : index + 2], steps[index + 2 :]
-    yield [*before, *those[1:], *after]
-    if those[0][0] not in ENVIRONMENT_RULES:
-        yield [*before, A_PASS, *those[1:], *after]
-    match those:
-        case [("tick", {"passes": some, "order": 0}), ("tick", {"passes": more, "order": 0})]:
-            yield [*before, ("tick", {"passes": some + more, "order": 0}), *after]
-        case [("advance", {"seconds": some}), ("advance", {"seconds": more})]:
-            longer = min((each for each in JUMPS if each >= some + more), default=max(JUMPS))
-            yield [*before, ("advance", {"seconds": longer}), *after]
-
-
-def _run(make: Callable[[], Machine], program: Program) -> Failed | None:
-    """How it fails, with the steps that were possible; None if it does not, or the machine has no such rule."""
-    machine = make()
-    try:
-        replay(machine, program)
-    except Finding as finding:
-        return finding.error, Program(program.machine, machine.program.steps, program.variant)
-    except UnknownStep:
-        return None
-    return None
-
-
 BATCH = 10  # programs of one configuration in a row, and between two looks at the clock
 COLLECT_AFTER = 7_000  # objects: the garbage of a few programs
 
@@ -115,10 +58,6 @@ class Report:
 Progress = Callable[[Report], None]
 
 
-class _Enough(BaseException):
-    """Too many rules were interrupted: it ends the search or the trimming. Hypothesis does not catch it."""
-
-
 class Fuzzer:
     """One run of a machine."""
 
@@ -138,7 +77,6 @@ class Fuzzer:
         """
         self._variants: list[Callable[[], Machine]]
         self.report = Report(name or str(getattr(machine, "__name__", "Machine")), seed)
-        self._phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
         self._shrinks = shrink
         self._variants = [machine]
         if isinstance(machine, type) and issubclass(machine, Machine):
@@ -157,7 +95,7 @@ class Fuzzer:
 
     def _make(self) -> Machine:
         if self._interrupts_left <= 0:
-            raise _Enough
+            raise Enough
         self._drop_tracebacks()
         machine = self._current()
         machine.on_end = self._count
@@ -231,7 +169,7 @@ class Fuzzer:
                 derandomize=False,  # also in CI: our seed counts
                 report_multiple_bugs=False,
                 print_blob=False,
-                phases=self._phases,
+                phases=(Phase.generate,),
                 suppress_health_check=list(HealthCheck),
                 verbosity=Verbosity.quiet,
             ),
@@ -241,12 +179,12 @@ class Fuzzer:
         except Finding as finding:
             assert self._last is not None, "a machine that found something has been counted"
             self.report.failure, self.report.program = finding.error, self._last
-        except (Flaky, KeyboardInterrupt, _Enough) as exc:  # it is not shrunk yet, or failed only once: nothing is lost
+        except (Flaky, KeyboardInterrupt, Enough) as exc:  # it is not shrunk yet, or failed only once: nothing is lost
             if self._shortest is not None:
                 self.report.failure, self.report.program = self._shortest
             if isinstance(exc, KeyboardInterrupt) or self._shortest is None:
                 raise
-            if isinstance(exc, Flaky) and self._interrupts_left > 0:  # else hypothesis has made it of _Enough
+            if isinstance(exc, Flaky) and self._interrupts_left > 0:  # else hypothesis has made it of Enough
                 return
         if self._shrinks and self.report.failure is not None and self.report.program is not None:
             self._interrupts_left, self._shortest = MOST_INTERRUPTS, None

@@ -19,8 +19,9 @@ from typing import Any, TypeAlias
 
 from trioengine.testing.fuzz.machine import Finding, Machine
 from trioengine.testing.fuzz.program import Program, UnknownStep, replay
-from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, Report, simpler
+from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, Report
 from trioengine.testing.fuzz.trace import is_under_test
+from trioengine.testing.fuzz.trimming import simpler
 from trioengine.testing.sim_loop import Livelock
 
 MOST_NEIGHBOURS = 20  # programs that are a little simpler than the one that fails
