@@ -187,7 +187,7 @@ IMAGE_MUTANTS = (
         "F22e",
         "the payloads on their way to a worker that dies are never given back",
         replaced(Link, "lose", _lose_the_payloads),
-        shows=r"counts \(\d+, \d+\) pins and holders",
+        shows=r"counts \(\d+, \d+\) pins and holders|budget._payloads has",
     ),
     Mutant(
         "F22f",
@@ -226,7 +226,7 @@ IMAGE_MUTANTS = (
         "F23b",
         "the prefix cache takes one image for another",
         replaced(PromptImages, "content", _overlook_the_content),
-        shows="the model's|an image cannot be read",
+        shows="the model's|an image cannot be read|with a state of something else",
     ),
     Mutant(
         "F23c",

@@ -74,10 +74,10 @@ def _keep_what_was_computed(forget_all: Any) -> Any:
 
 def _keep_the_slots(sleep: Any) -> Any:
     def mutant(self: ToyRunner) -> None:
-        slots, salts = dict(self._slots), dict(self._salts)
+        slots, roots = dict(self._slots), dict(self._roots)
         sleep(self)
         self._slots.update(slots)
-        self._salts.update(salts)
+        self._roots.update(roots)
 
     return mutant
 
