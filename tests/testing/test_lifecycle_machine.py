@@ -351,7 +351,7 @@ def test_machines_that_failed_are_freed():
 
     report = fuzzed(Watched, 300)
     assert "a bug" in str(report.failure) and len(failed) > 10
-    assert max(left) <= 2, left
+    assert max(left) <= 2, str(left)
     assert place(report.failure).endswith("in app"), "the lines of the traceback are kept"
     del report
     gc.collect()

@@ -87,4 +87,5 @@ def test_arguments_become_simple_and_the_check_stays_the_same():
         steps = [("check", each) for each in (first, *others)]
         error, program = trimmed(Checks, (failure_of(Checks, steps), Program("Checks", steps)))
         assert program.steps == [("check", expected)]
+        assert error.__traceback__ is not None
         assert str(error).startswith("one check" if first is large else "the other one")

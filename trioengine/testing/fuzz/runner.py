@@ -116,7 +116,7 @@ class Fuzzer:
             report.programs_to_find, report.seconds_to_find = report.programs, report.seconds
             report.program = machine.program
         self._last = machine.program
-        if machine.finding is not None:
+        if machine.finding is not None and report.failure is None:  # later ones are the trimming's
             self._findings.append(machine.finding)
             if self._shortest is None or len(machine.program.steps) <= len(self._shortest[1].steps):
                 self._shortest = machine.finding.error, machine.program
@@ -188,6 +188,7 @@ class Fuzzer:
                 return
         if self._shrinks and self.report.failure is not None and self.report.program is not None:
             self._interrupts_left, self._shortest = MOST_INTERRUPTS, None
+            self._drop_tracebacks()
             self.report.failure, self.report.program = trimmed(self._make, (self.report.failure, self.report.program))
 
 

@@ -16,6 +16,7 @@ from trioengine.testing.fuzz.program import (
     replay,
     simpler_arguments,
 )
+from trioengine.testing.sim_loop import Livelock
 
 Failed: TypeAlias = tuple[Exception, Program]
 A_PASS: Step = ("tick", {"passes": 1, "order": 0})
@@ -35,10 +36,11 @@ def trimmed(make: Callable[[], Machine], failed: Failed) -> Failed:
 
 
 class _Trimming:
-    """The shortest program so far that fails at the same place."""
+    """The shortest program so far that fails at the same place; other findings, which hold machines, let go."""
 
     def __init__(self, make: Callable[[], Machine], failed: Failed) -> None:
         self.failed = failed
+        self._finding: Finding | None = None  # of `failed`, if it was shortened
         self._make = make
         self._place = _place_of(failed[0])
         self._kind: type[Machine] = Machine  # once a program has run
@@ -75,7 +77,12 @@ class _Trimming:
         try:
             replay(machine, Program(program.machine, steps, program.variant))
         except Finding as finding:
-            if _place_of(finding.error) == self._place:
+            if _place_of(finding.error) != self._place:
+                finding.let_go()
+            else:
+                if self._finding is not None:
+                    self._finding.let_go()
+                self._finding = finding
                 self.failed = finding.error, Program(program.machine, machine.program.steps, program.variant)
                 return True
         except UnknownStep:
@@ -84,11 +91,11 @@ class _Trimming:
 
 
 def _place_of(error: Exception) -> tuple[object, ...]:
-    """The type of an error, and for a check the line that failed."""
+    """The type of an error and the line that raised it; of an interrupt, which may come anywhere, the type alone."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    if last is None or not isinstance(error, AssertionError):
+    if last is None or isinstance(error, Livelock):
         return (type(error),)
     return type(error), last.tb_frame.f_code.co_filename, last.tb_lineno
 
