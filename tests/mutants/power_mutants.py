@@ -196,7 +196,7 @@ POWER_MUTANTS = (
         "F15",
         "what is awake already is woken again",
         replaced(SleepState, "to_wake", _wake_what_is_awake),
-        shows=f"WAKE for tags that are awake|wake while the engine is awake|{_CRASHED}",
+        shows=f"WAKE for tags that are awake|wake while the engine is awake|by shutdown|{_CRASHED}",
         machine="PowerMachine",
     ),
     Mutant(

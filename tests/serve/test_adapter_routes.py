@@ -1,7 +1,8 @@
 """LoRA adapters over HTTP and WebSocket: `MODEL:NAME` is the model with one, and operators load and unload them."""
 
 import pytest
-from helpers.clients import chat, open_clients
+from helpers.clients import DEFAULT_LIMITS, Client, chat, clients_of_a_loading_server, open_clients
+from helpers.resuming import connection, refused
 
 from trioengine import EngineConfig, ModelError
 from trioengine.testing import simulated_engine
@@ -51,9 +52,29 @@ async def test_realtime(autojump_clock):
         assert texts["toy"] != texts["toy:sql"]
 
 
+async def test_while_the_model_loads(autojump_clock):
+    async with clients_of_a_loading_server(DEFAULT_LIMITS) as (clients, _):
+        for model in ("toy", "toy:sql"):
+            found = await clients.request("POST", "/v1/chat/completions", chat(model=model))
+            assert (found.status, found.error["code"]) == (503, "overloaded")
+
+
+async def test_a_session_is_resumed_without_its_adapter(autojump_clock):
+    async with open_clients(ADAPTED) as clients:
+        async with connection(clients, "model=toy:sql&resume=30") as websocket:
+            client = Client(websocket)
+            token = (await client.next())["resume"]["token"]
+            clients.engine.unload_adapter("sql")
+        query = f"session={token}&last_seq=0"
+        assert await refused(clients, f"model=toy&{query}") == (404, "model_not_found", "model")
+        async with connection(clients, f"model=toy:sql&{query}") as client.websocket:
+            assert (await client.ask("hello"))["status"] == "completed"
+            await client.websocket.aclose()
+
+
 @pytest.fixture
 def weights_dir(tmp_path):
-    for name in ("sql", "other", "misshapen"):
+    for name in ("sql", "sql-2", "other", "misshapen"):
         (tmp_path / name).mkdir()
     return tmp_path
 
@@ -79,8 +100,13 @@ async def test_loaded_and_unloaded(autojump_clock, clients, weights_dir):
     assert adapted != await answer(clients, "toy")
     async with clients.realtime(path="/v1/realtime?model=toy:sql") as client:
         assert (await unload(clients, "sql")).json == {"models": []}
-        failed = await client.ask("hello")
-        assert failed["status_details"]["error"]["code"] == "adapter_not_found"
+        assert (await load(clients, "sql", "sql-2")).json == {"models": ["toy:sql"]}
+        for options in ({}, {"conversation": "none"}):  # the session keeps the adapter that it began with
+            (item,) = (await client.ask("hello", **options))["output"]
+            assert item["content"] != adapted[0]["message"]["content"]
+        loaded = clients.simulation.worker.runner.adapters
+        assert {*loaded.values()} == {str(weights_dir / "sql")}
+    await unload(clients, "sql")
     found = await clients.request("POST", "/v1/chat/completions", chat(model="toy:sql"))
     assert (found.status, found.error["code"]) == (404, "model_not_found")
 
@@ -111,7 +137,8 @@ async def test_unloading_an_unknown_one(autojump_clock, clients):
 async def test_one_that_the_worker_cannot_load(autojump_clock, clients):
     assert (await load(clients, "bad", "misshapen")).status == 200
     found = await clients.request("POST", "/v1/chat/completions", chat(model="toy:bad"))
-    assert (found.status, found.error["code"]) == (400, "adapter_failed")
+    assert (found.status, found.error["code"]) == (500, "adapter_failed")
+    assert "misshapen" not in found.error["message"]
 
 
 async def test_a_start_with_a_bad_one(autojump_clock):

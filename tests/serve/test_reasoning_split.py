@@ -9,6 +9,7 @@ import pytest
 from helpers.clients import chat, open_clients
 
 from trioengine.serve import chat as chat_module
+from trioengine.serve.asked_model import ServedNames
 from trioengine.serve.chat_request import ServedModel, parse_chat_request
 from trioengine.text.reasoning import REASONING_FORMS, ReasoningForm
 
@@ -123,7 +124,7 @@ async def test_off_by_default(autojump_clock, plain):
 def test_templates_that_print_reasoning_get_it(name):
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "why"}
     body = json.dumps(chat(messages=[user, answer])).encode()
-    model = ServedModel("toy", "", "{{ message.reasoning_content }}")
+    model = ServedModel(ServedNames("toy", {}), "", "{{ message.reasoning_content }}")
     assert parse_chat_request(body, model).messages[1] == {
         "role": "assistant",
         "content": "b",

@@ -10,7 +10,6 @@ from helpers.tiny_llama import PROMPT
 from helpers.torch_driver import backend, generate, load, run
 
 from trioengine.core.errors import ModelError
-from trioengine.core.messages import Adapter
 from trioengine.core.sampling_params import ResolvedParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,7 +21,7 @@ def loaded(path, *adapters, **options):
     """A runner with these adapters, whose ids count from 1."""
     runner = load(path, kv_cache_memory=8 << 20, **options)
     for number, adapter in enumerate(adapters, start=1):
-        runner.load_adapter(Adapter(number, str(adapter)))
+        runner.load_adapter(number, str(adapter))
     return runner
 
 
@@ -121,8 +120,8 @@ def test_dropped_and_loaded_again(crowd):
     runner.drop_adapter(1)
     with pytest.raises(KeyError):
         generate(runner, prompts[:1], 8, adapters=[1])
-    runner.load_adapter(Adapter(2, str(second)))
-    runner.load_adapter(Adapter(3, str(first)))
+    runner.load_adapter(2, str(second))
+    runner.load_adapter(3, str(first))
     assert generate(runner, prompts[:1], 8, adapters=[3])[0] == expected
     assert generate(runner, prompts[:1], 8, adapters=[2])[0] != expected
 
@@ -148,6 +147,8 @@ def tensors_for(path):
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is not supported"),
         ({"lora_alpha": "much"}, r"lora_alpha must be a number above 0"),
         ({"alpha_pattern": {"q_proj": -1}}, r"alpha_pattern.q_proj must be a number above 0"),
+        ({"alpha_pattern": {r"layers\.[0-9]+\.q_proj": 4}}, r"is not supported; supported: names of modules"),
+        ({"init_lora_weights": "pissa_niter_4"}, r"init_lora_weights must leave the model's own weights as they are"),
     ],
 )
 def test_a_configuration_is_refused(tmp_path, path, config, error):
@@ -171,6 +172,10 @@ def changed(tensors, change):
             tensors[down.replace("q_proj", "x_proj")] = tensors.pop(down)
         case "the head":
             tensors |= {f"base_model.model.lm_head.lora_{side}.weight": torch.ones(2, 2) for side in "AB"}
+        case "too many":
+            tensors |= {down: torch.ones(200, 48), up: torch.ones(48, 200)}
+        case "integers":
+            tensors[up] = tensors[up].to(torch.int8)
         case "not finite":
             tensors[up][0, 0] = float("nan")
     return tensors
@@ -185,6 +190,8 @@ def changed(tensors, change):
         ("other sizes", r"lora_A \[2, 48\] and lora_B \[3, 2\], which do not fit a matrix \[48, 48\]"),
         ("unknown", r"'model.layers.0.self_attn.x_proj' is not a matrix of this model that adapters can change"),
         ("the head", r"'lm_head' is not a matrix of this model"),
+        ("too many", r"lora_A \[200, 48\] and lora_B \[48, 200\], which do not fit a matrix \[48, 48\]"),
+        ("integers", r"lora_B.weight has the type I8; supported: F32, F16, BF16"),
         ("not finite", r"lora_B.weight has numbers that are not finite"),
     ],
 )

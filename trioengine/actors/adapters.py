@@ -23,13 +23,13 @@ class Adapters:
 
     def __init__(self, ports: Ports, mint: Callable[[], int]) -> None:
         self._ports, self._mint = ports, mint
-        self._by_name: dict[str, Adapter] = {}
+        self.by_name: Mapping[str, Adapter] = MappingProxyType({})  # other threads read it: replaced, never changed
         self._taken: set[str] = set()  # by calls that check the files
 
     @property
     def paths(self) -> Mapping[str, str]:
         """The directories, by the names."""
-        return MappingProxyType({name: adapter.path for name, adapter in self._by_name.items()})
+        return MappingProxyType({name: adapter.path for name, adapter in self.by_name.items()})
 
     async def add(self, name: str, path: str | Path, model: ModelInfo) -> None:
         """Check the files of an adapter of the model, and add it. Cancelled, nothing is added.
@@ -42,24 +42,24 @@ class Adapters:
                 await self._ports.run_in_thread(self._ports.check_adapter, directory, model.matrices)
             except ModelError as exc:
                 raise RequestRejected.at("path", "invalid_adapter", str(exc)) from exc
-            self._by_name[checked] = Adapter(self._mint(), str(directory))
+            self.by_name = MappingProxyType({**self.by_name, checked: Adapter(self._mint(), str(directory))})
 
     def remove(self, name: str) -> None:
         """Forget the name; sessions that have the adapter keep it. Raises RequestRejected for an unknown name."""
-        self.find(name)
-        del self._by_name[name]
+        gone = self.find(name)
+        self.by_name = MappingProxyType({key: each for key, each in self.by_name.items() if each is not gone})
 
     def find(self, name: str) -> Adapter:
         """Return the adapter of this name. Raises RequestRejected if there is none."""
-        if not isinstance(name, str) or name not in self._by_name:
-            known = ", ".join(map(brief, self._by_name)) or "none"
+        if not isinstance(name, str) or name not in self.by_name:
+            known = ", ".join(map(brief, self.by_name)) or "none"
             problem = f"adapter {brief(name)} is not loaded; loaded: {known}"
             raise RequestRejected("adapter_not_found", problem, param="adapter")
-        return self._by_name[name]
+        return self.by_name[name]
 
     @contextmanager
     def _taking(self, name: str) -> Iterator[None]:
-        if name in self._by_name or name in self._taken:
+        if name in self.by_name or name in self._taken:
             problem = f"name {brief(name)} belongs to an adapter already: unload it first, or choose another name"
             raise RequestRejected("adapter_exists", problem, param="name")
         self._taken.add(name)

@@ -33,7 +33,7 @@ from trioengine.core.config import EngineConfig
 from trioengine.core.embedding import Embeddings
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvalidConfig
 from trioengine.core.lifecycle import Power, PowerEvent
-from trioengine.core.messages import Ready
+from trioengine.core.messages import Adapter, Ready
 from trioengine.core.power import TagName
 from trioengine.core.sampling_params import Overflow, SamplingOptions, SamplingParams, merged_params, sampling_checked
 from trioengine.core.tools import ToolChoice
@@ -195,7 +195,7 @@ class Engine:
         timeout: float | None = None,
         overflow: Overflow = "refuse",
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        adapter: str | None = None,
+        adapter: str | Adapter | None = None,
     ) -> Session:
         """A session, to be entered. `label` is the caller's name for it, `history` chat messages to begin with.
 
@@ -436,8 +436,8 @@ class Engine:
         """Add a LoRA adapter, in a directory as PEFT writes it, which sessions can have by its name from then on.
 
         The files are checked now. The worker reads them with the first request that uses the adapter, and again after
-        a sleep, an update of the weights, and its death: they must stay as they are. A request whose worker cannot
-        load them raises RequestRejected.
+        a sleep, an update of the weights, its death, and when many others were used since. A request whose worker
+        cannot load them raises RequestRejected.
 
         Raises RequestRejected for a name that is taken and for files that do not fit the model, EngineOverloaded until
         the model's files are read. Cancelled, nothing is added.

@@ -51,6 +51,7 @@ from trioengine.core.errors import (
 )
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.messages import (
+    Adapter,
     Audited,
     Fatal,
     Loading,
@@ -150,6 +151,11 @@ class Runtime:
         self._draft_path = str(path)
 
     @property
+    def has_model(self) -> bool:
+        """Whether the model's files are read, and its first adapters are checked."""
+        return self._model is not None
+
+    @property
     def model(self) -> ModelInfo:
         """The model's files: tokenizer, chat template, limits. EngineOverloaded until they are read."""
         return _loaded(self._model)
@@ -214,9 +220,9 @@ class Runtime:
         deadline: Deadline = NEVER,
         opens_with_request: bool = False,
         variables: Mapping[str, Any] = NO_VARIABLES,
-        adapter: str | None = None,
+        adapter: str | Adapter | None = None,
     ) -> SessionActor:
-        """A session without a slot. Raises RequestRejected for an adapter that is not loaded."""
+        """A session without a slot. Raises RequestRejected for the name of an adapter that is not loaded."""
         return SessionActor(
             self.gate,
             self.effects,
@@ -229,7 +235,7 @@ class Runtime:
             deadline=deadline,
             opens_with_request=opens_with_request,
             variables=variables,
-            adapter=None if adapter is None else self.adapters.find(adapter),
+            adapter=adapter if adapter is None or isinstance(adapter, Adapter) else self.adapters.find(adapter),
         )
 
     def adopt(self, session: SessionActor) -> None:

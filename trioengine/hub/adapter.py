@@ -7,6 +7,7 @@ columns (arXiv 2106.09685). Reference: https://huggingface.co/docs/peft/develope
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,10 @@ from trioengine.hub.model_config import Fields, ModelConfig, Shape, read_json
 from trioengine.hub.safetensors import StoredTensor, read_header
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+DTYPES = ("F32", "F16", "BF16")
 _PREFIX = "base_model.model."
+_NAME = re.compile(r"[\w.]+", re.ASCII)
+_CHANGES_THE_MODEL = ("pissa", "olora", "corda", "loftq")  # initializations that take a part of its weights
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _UNSUPPORTED = (  # that change more than the matrices, or in another way
     "alora_invocation_tokens",
@@ -44,9 +48,9 @@ class LowRankChange:
 def adaptable_matrices(config: ModelConfig) -> dict[str, Shape]:
     """Return the shapes of the matrices that adapters may change, by their names: of all layers, but for experts.
 
-    Of a model with images there are none.
+    Of a model with images, and of an embedding model, there are none.
     """
-    if config.images is not None:
+    if config.images is not None or config.text.embeds:
         return {}
     shapes = ((name.removesuffix(".weight"), shape) for name, shape in config.wanted_tensors().items())
     return {name: shape for name, shape in shapes if len(shape) == 2 and ".layers." in name and not _routes(name)}
@@ -86,9 +90,13 @@ def _change(
     if up is None:
         raise ModelError(f"{down.file}: {brief(module)} has lora_A, and no lora_B")
     rank = down.shape[0] if down.shape else 0
-    if rank < 1 or down.shape != (rank, shape[1]) or up.shape != (shape[0], rank):
+    if not 1 <= rank <= max(shape) or down.shape != (rank, shape[1]) or up.shape != (shape[0], rank):
         sizes = f"lora_A {list(down.shape)} and lora_B {list(up.shape)}"
         raise ModelError(f"{down.file}: {brief(module)} has {sizes}, which do not fit a matrix {list(shape)}")
+    for tensor in (down, up):
+        if tensor.dtype not in DTYPES:
+            supported = ", ".join(DTYPES)
+            raise ModelError(f"{tensor.file}: {tensor.name} has the type {tensor.dtype}; supported: {supported}")
     return LowRankChange(down, up, _scale(fields, module, rank))
 
 
@@ -108,3 +116,10 @@ def _check_supported(fields: Fields) -> None:
     for name in _UNSUPPORTED:
         if fields.get(name):
             raise ModelError(f"{fields.path}: {name} is not supported")
+    for name in fields.object("alpha_pattern").names():
+        if not _NAME.fullmatch(name):  # PEFT takes regular expressions as well
+            raise ModelError(
+                f"{fields.path}: alpha_pattern {brief(name)} is not supported; supported: names of modules"
+            )
+    if str(fields.get("init_lora_weights")).partition("_")[0] in _CHANGES_THE_MODEL:
+        raise fields.bad("init_lora_weights", "must leave the model's own weights as they are")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -13,7 +13,7 @@ from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.core.grammar import Grammar
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.serve.asked_model import AskedModel, asked_model
+from trioengine.serve.asked_model import AskedModel, ServedNames
 from trioengine.serve.chat_tools import parse_tools, with_calls
 from trioengine.serve.errors import ClientError
 from trioengine.serve.parsing import as_served, either, load_body, load_object, shown
@@ -107,34 +107,34 @@ class ChatRequest:
 class ServedModel:
     """The properties of the served model on which the parsing of a request depends."""
 
-    name: str
+    names: ServedNames
     image_refusal: str  # the reason why it takes no images, or empty
     template: str = ""  # its chat template
     takes_tools: bool = False  # its chat template prints them
     tool_form: ToolForm = HERMES
     reasoning_form: ReasoningForm | None = None  # None: its reasoning is text
-    adapters: Collection[str] = ()  # the names of its LoRA adapters
 
     @classmethod
     def of(
         cls, engine: Engine, name: str, tool_form: ToolForm | None, reasoning_form: ReasoningForm | None = None
     ) -> ServedModel:
         """The model of an engine, under the name that clients use; while it loads, nothing else is known of it."""
+        names = ServedNames.of(engine, name)
         try:
             tokenizer = engine.tokenizer
         except EngineOverloaded:
-            return cls(name, "")
+            return cls(names, "")
         refusal = as_served(tokenizer.image_refusal, engine.config.model, name)
         template = tokenizer.template_source
         form = tool_form or form_of(template)
-        return cls(name, refusal, template, tokenizer.takes_tools, form, reasoning_form, engine.adapters)
+        return cls(names, refusal, template, tokenizer.takes_tools, form, reasoning_form)
 
 
 def parse_chat_request(body: bytes, model: ServedModel) -> ChatRequest:
     """Parse the body of a request to `model`, the only one. Raises ClientError or RequestRejected."""
     fields = load_body(body)
     given = read(fields, ChatCompletionRequest)
-    asked = asked_model(given.model, model.name, model.adapters)
+    asked = model.names.asked(given.model)
     check_supported(fields, UNSUPPORTED)
     tools, skipped = parse_tools(given, model.tool_form)
     messages: Sequence[Mapping[str, Any]] = engine_messages(

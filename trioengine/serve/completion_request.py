@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.serve.asked_model import AskedModel, asked_model
+from trioengine.serve.asked_model import AskedModel, ServedNames
 from trioengine.serve.chat_request import HARMLESS, shown_parts, structured_grammar
 from trioengine.serve.errors import ClientError
 from trioengine.serve.parsing import load_body
@@ -40,11 +40,11 @@ class CompletionRequest:
     unknown: tuple[str, ...]  # fields that were passed over
 
 
-def parse_completion_request(body: bytes, model: str, adapters: Collection[str]) -> CompletionRequest:
-    """Parse the body of a request to `model`, the only one, or one of its adapters. Raises ClientError."""
+def parse_completion_request(body: bytes, names: ServedNames) -> CompletionRequest:
+    """Parse the body of a request to the served model. Raises ClientError."""
     fields = load_body(body)
     given = read(fields, CompletionBody)
-    asked = asked_model(given.model, model, adapters)
+    asked = names.asked(given.model)
     check_supported(fields, _UNSUPPORTED)
     max_tokens = DEFAULT_MAX_TOKENS if given.max_tokens is None else given.max_tokens
     if not (max_tokens or given.echo):

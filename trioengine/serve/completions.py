@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from trioengine.actors.engine import Engine
 from trioengine.core.types import Completion, Usage
+from trioengine.serve.asked_model import ServedNames
 from trioengine.serve.chat_response import KEEP_ALIVE
 from trioengine.serve.choices import Choices
 from trioengine.serve.completion_logprobs import PromptText
@@ -57,7 +58,7 @@ class Completions:
 
     def _parse(self, body: bytes) -> tuple[CompletionRequest, list[list[int]], list[PromptText]]:
         """Return the request, the token ids of its prompts, and their texts if the response depends on them."""
-        given = parse_completion_request(body, self._model, self._engine.adapters)
+        given = parse_completion_request(body, ServedNames.of(self._engine, self._model))
         count = len(given.prompts)
         if count * given.n > MAX_CHOICES:
             message = f"prompt has {count} prompts; at most {MAX_CHOICES // given.n} are accepted"

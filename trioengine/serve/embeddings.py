@@ -17,7 +17,7 @@ from trioengine.core.embedding import bytes_of, check_dimensions, vector_of
 from trioengine.core.errors import SessionEnded
 from trioengine.core.sampling_params import EMBEDDING, replace_valid
 from trioengine.core.types import Cause
-from trioengine.serve.asked_model import asked_model
+from trioengine.serve.asked_model import ServedNames
 from trioengine.serve.auth import salted
 from trioengine.serve.body import Body
 from trioengine.serve.chat_request import HARMLESS
@@ -67,7 +67,7 @@ class Embeddings:
         """Return the request, the token ids of its inputs, and unknown fields. Raises ClientError, RequestRejected."""
         fields, engine = load_body(body), self._engine
         given = read(fields, EmbeddingsRequest)
-        asked_model(given.model, self._model)
+        ServedNames(self._model, {}).asked(given.model)
         check_supported(fields, _UNSUPPORTED)
         check_dimensions(given.dimensions, embedding_size(engine.runtime))
         inputs = listed(prompts_of(given.input, "input"), "input")

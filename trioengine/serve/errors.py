@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trioengine.core import messages
 from trioengine.core.errors import (
     EngineAsleep,
     EngineClosed,
@@ -19,6 +21,7 @@ from trioengine.core.errors import (
 )
 from trioengine.core.types import Cause
 
+logger = logging.getLogger("trioengine")
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 RATE_LIMIT = "rate_limit_error"
@@ -26,6 +29,7 @@ _STATUS = {  # of refused requests, by code; others are 400
     "model_not_found": 404,
     "adapter_not_found": 404,
     "adapter_exists": 409,
+    messages.ADAPTER_FAILED: 500,
     "session_not_found": 404,
     "events_dropped": 410,
     "no_weights_dir": 403,
@@ -91,6 +95,9 @@ def problem_of(error: Exception) -> Problem:
     match error:
         case ClientError():
             return error.problem
+        case RequestRejected(code=messages.ADAPTER_FAILED):
+            logger.error("%s", error.message)  # it has a path
+            return Problem(SERVER_ERROR, error.code, "the adapter cannot be loaded any more")
         case RequestRejected():
             return Problem(INVALID_REQUEST, error.code, error.message, error.param)
         case EngineOverloaded():

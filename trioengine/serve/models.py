@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded, RequestRejected
-from trioengine.serve.asked_model import adapted_name, asked_model
+from trioengine.serve.asked_model import ServedNames, adapted_name
 from trioengine.serve.chat_request import ServedModel, engine_messages
 from trioengine.serve.errors import ClientError
 from trioengine.serve.http import HttpRequest, HttpResponse, json_response
@@ -77,7 +77,7 @@ class Models:
 
     async def retrieve(self, request: HttpRequest) -> HttpResponse:
         name = unquote(request.path.removeprefix(MODELS + "/"))
-        return json_response(200, self._to_json(asked_model(name, self._model, self._engine.adapters).name))
+        return json_response(200, self._to_json(ServedNames.of(self._engine, self._model).asked(name).name))
 
     def _to_json(self, name: str) -> dict[str, Any]:
         try:
@@ -130,7 +130,7 @@ class Tokenization:
         def respond(body: bytes) -> HttpResponse:
             fields, known = load_body(body), type_.__struct_encode_fields__
             given = read(fields, type_)
-            asked_model(given.model, self._model, self._engine.adapters)
+            ServedNames.of(self._engine, self._model).asked(given.model)
             headers = self._unknown_fields.report(unknown_names(fields, known), known)
             response = json_response(200, function(given))  # JSON of a long result takes as long as the result
             return replace(response, headers=headers)

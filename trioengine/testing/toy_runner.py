@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trioengine.core.errors import ModelError
 from trioengine.core.grammar import GrammarFailed
-from trioengine.core.messages import INVALID_GRAMMAR, SAMPLING_FAILED, Adapter, TokensRow
+from trioengine.core.messages import INVALID_GRAMMAR, SAMPLING_FAILED, TokensRow
 from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.step_watch import StepWatch
@@ -67,7 +67,7 @@ class ToyRunner:
         self._newly_begun: list[tuple[int, int, int]] = []
         self._slots: dict[int, int] = {}  # values in slots of the KV cache
         self._roots: dict[int, tuple[str, int]] = {}  # salt and adapter of the request that computed a slot's value
-        self.adapters: dict[int, str] = {}  # paths, by id
+        self.adapters: dict[int, str] = {}  # paths, by number
         self._weights: int | None = 0  # None: discarded
         self.path = TOY_PATH
         self.asleep: frozenset[Tag] = frozenset()
@@ -110,16 +110,16 @@ class ToyRunner:
     def prepare(self) -> bool:
         return False
 
-    def load_adapter(self, adapter: Adapter) -> None:
+    def load_adapter(self, number: int, path: str) -> None:
         """A path with a name that begins with `misshapen` does not fit."""
         assert not self.asleep, f"an adapter is loaded while {self.asleep} sleep"
-        assert adapter.id not in self.adapters, f"adapter {adapter.id} is loaded twice"
-        if Path(adapter.path).name.startswith("misshapen"):
-            raise ModelError(f"{adapter.path}: other shapes")
-        self.adapters[adapter.id] = adapter.path
+        assert number not in self.adapters and path not in self.adapters.values(), f"{path} is loaded twice"
+        if Path(path).name.startswith("misshapen"):
+            raise ModelError(f"{path}: other shapes")
+        self.adapters[number] = path
 
-    def drop_adapter(self, adapter: int) -> None:
-        del self.adapters[adapter]
+    def drop_adapter(self, number: int) -> None:
+        del self.adapters[number]
 
     def execute(self, output: SchedulerOutput) -> list[Sampled]:
         assert not self.asleep, f"a forward pass while {self.asleep} sleep"

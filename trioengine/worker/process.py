@@ -33,6 +33,7 @@ from trioengine.core.grammar import Grammar
 from trioengine.core.messages import (
     WIRE_NAMES,
     Activity,
+    AddMessage,
     Configure,
     Fatal,
     FatalCode,
@@ -225,6 +226,8 @@ def _step_until_shutdown(transport: Transport, core: EngineCore) -> None:
                 return
             if isinstance(message, Sleep | Wake | UpdateWeights):
                 progress.enter(Activity.LOADING)
+            elif isinstance(message, AddMessage):  # which may load an adapter
+                progress.enter(Activity.STEPPING)
             for reply in core.handle(message):
                 transport.send(reply)
             progress.advance()

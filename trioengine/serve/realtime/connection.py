@@ -6,7 +6,7 @@ One task each handles events, runs responses, and reports states of the engine; 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import trio
 
 from trioengine.core.errors import EngineError
 from trioengine.core.lifecycle import Power
+from trioengine.serve.asked_model import ServedNames
 from trioengine.serve.body import DisconnectCounter, log_disconnect
 from trioengine.serve.chat_request import ServedModel
 from trioengine.serve.config import ConnectionLimits
@@ -157,6 +158,11 @@ class RealtimeConnection:
     def check_last(self, last: int) -> None:
         """Raise ClientError unless all events after the one with this number can be sent."""
         self._outbox.check(last)
+
+    def check_models(self, names: Iterable[str]) -> None:
+        """Raise ClientError for another model than the session's."""
+        for name in names:
+            ServedNames(self._model, {}).asked(name)
 
     def attach(self, websocket: AcceptedWebSocket, last: int = -1) -> Carrier:
         """Return the carrier of this WebSocket, for the caller to run: it sends the events after this number.

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import trio
 
 from trioengine.actors.engine import Engine
-from trioengine.serve.asked_model import AskedModel, asked_model
+from trioengine.serve.asked_model import AskedModel, ServedNames
 from trioengine.serve.auth import Caller
 from trioengine.serve.body import DisconnectCounter
 from trioengine.serve.config import ServeConfig
@@ -58,10 +58,13 @@ class RealtimeEndpoint:
     def check(self, request: HttpRequest, caller: Caller) -> None:
         """Raise ClientError to refuse a handshake."""
         handshake = Handshake.of(request)
-        self._asked(handshake)
         if handshake.token is not None:
-            self.sessions.find(handshake.token, caller.key).check_last(handshake.last)
-        elif handshake.seconds is not None and len(self.sessions) >= self._config.max_connections:
+            session = self.sessions.find(handshake.token, caller.key)
+            session.check_models(handshake.models)
+            session.check_last(handshake.last)
+            return
+        self._asked(handshake)
+        if handshake.seconds is not None and len(self.sessions) >= self._config.max_connections:
             message = f"limit of sessions that can be resumed reached ({self._config.max_connections})"
             raise OverBudget(503, Problem(SERVER_ERROR, "too_many_sessions", message, retry_after=1.0))
 
@@ -70,16 +73,22 @@ class RealtimeEndpoint:
         handshake = Handshake.of(request)
         if handshake.token is not None:
             await self._resume(websocket, handshake.token, handshake.last, caller)
-        elif handshake.seconds is not None:
-            await self._serve_resumable(websocket, Window(handshake.seconds), caller, self._asked(handshake))
+            return
+        try:
+            asked = self._asked(handshake)
+        except ClientError as exc:  # its adapter was unloaded since the check
+            await _refuse(websocket, exc)
+            return
+        if handshake.seconds is not None:
+            await self._serve_resumable(websocket, Window(handshake.seconds), caller, asked)
         else:
-            await self._serve_once(websocket, caller, held, self._asked(handshake))
+            await self._serve_once(websocket, caller, held, asked)
 
     def _asked(self, handshake: Handshake) -> AskedModel:
         """Return the last of the models that a client names. Raises ClientError for one that is not served."""
         asked = AskedModel(self._model)
         for name in handshake.models:
-            asked = asked_model(name, self._model, self._engine.adapters)
+            asked = ServedNames.of(self._engine, self._model).asked(name)
         return asked
 
     async def _serve_once(self, websocket: AcceptedWebSocket, caller: Caller, held: Held, asked: AskedModel) -> None:
@@ -110,8 +119,7 @@ class RealtimeEndpoint:
             session = self.sessions.find(token, caller.key)
             carrier = session.attach(websocket, last)
         except ClientError as exc:
-            with trio.move_on_after(CLOSE_TIMEOUT):
-                await websocket.aclose(NOT_RESUMED, exc.problem.code)
+            await _refuse(websocket, exc)
             return
         SESSION.set(session.id)
         await _carry(session, carrier)
@@ -130,6 +138,12 @@ class RealtimeEndpoint:
             tool_form=self._tool_form,
             window=window,
         )
+
+
+async def _refuse(websocket: AcceptedWebSocket, error: ClientError) -> None:
+    """Close a WebSocket for a change since its handshake was checked."""
+    with trio.move_on_after(CLOSE_TIMEOUT):
+        await websocket.aclose(NOT_RESUMED, error.problem.code)
 
 
 async def _carry(session: RealtimeConnection, carrier: Carrier) -> None:

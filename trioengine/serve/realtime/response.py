@@ -18,6 +18,7 @@ from trioengine.actors.images import KeptImages
 from trioengine.actors.session import Session
 from trioengine.aio.concurrency import Notifier
 from trioengine.core.errors import EngineError, RequestRejected
+from trioengine.core.messages import Adapter
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Completion, FinishReason, Usage
 from trioengine.serve.auth import salted
@@ -315,8 +316,8 @@ class OutOfBandResponses:
 class ResponseRunner:
     """Runs one response on an engine session; operators can abort it by its id."""
 
-    def __init__(self, engine: Engine, in_flight: InFlight, cache_salt: bytes, adapter: str | None = None) -> None:
-        """`adapter` is the name of the sessions' LoRA adapter."""
+    def __init__(self, engine: Engine, in_flight: InFlight, cache_salt: bytes, adapter: Adapter | None = None) -> None:
+        """`adapter` is the sessions' LoRA adapter."""
         self.engine = engine
         self._in_flight = in_flight
         self._cache_salt = cache_salt

@@ -29,7 +29,7 @@ _CONSTANTS = (EngineConfig, Limits)
 KEPT = frozenset(  # by the attributes that lead to them
     {
         *("engine.observers", "engine.gate.ledger.finish_reasons", "engine.gate.ledger.abort_causes"),
-        *("engine.gate.ledger._states", "engine.grammars._good", "engine.adapters._by_name"),
+        *("engine.gate.ledger._states", "engine.grammars._good", "engine.adapters.by_name"),
         *("worker._scheduler.blocks._free", "worker._scheduler.blocks._ref_counts"),
         "worker._adapters._loaded",
         # the prefix cache and the encoder cache

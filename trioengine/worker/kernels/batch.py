@@ -141,7 +141,7 @@ def make_batch(
 ) -> ForwardBatch:
     """Lay out a step, in host memory; the scheduler guarantees that the block tables cover it.
 
-    `adapters` are those that are loaded, by their ids; None: the sequences' adapters are left out.
+    `adapters` are those that are loaded, by their numbers; None: the sequences' adapters are left out.
     """
     rows = padding.rows_for(output.scheduled) if padding is not None else ()
     scheduled = (*output.scheduled, *rows)

@@ -31,14 +31,17 @@ def load_low_rank(
     """
 
     def load(stored: StoredTensor, scale: float = 1.0) -> Linear:
-        with safe_open(str(stored.file), framework="pt", device="cpu") as file:
-            matrix: Tensor = file.get_tensor(stored.name).to(torch.float32) * scale
+        tensor = file.get_tensor(stored.name)
+        if tensor.shape != stored.shape:
+            raise ModelError(f"{stored.name} has changed")
+        matrix: Tensor = (tensor.to(torch.float32) * scale).to(dtype).contiguous()
         if not bool(matrix.isfinite().all()):
             raise ModelError(f"{stored.name} has numbers that are not finite")
-        return make_linear(matrix.to(device=device, dtype=dtype).contiguous())
+        return make_linear(matrix.to(device))
 
     loaded: dict[Linear, list[LowRank]] = {}
-    with torch.inference_mode():
+    path = next(iter(changes.values())).down.file
+    with torch.inference_mode(), safe_open(str(path), framework="pt", device="cpu") as file:
         for linear, parts in projections.items():
             starts = accumulate((part.outputs for part in parts), initial=0)
             for (name, outputs), start in zip(parts, starts, strict=False):

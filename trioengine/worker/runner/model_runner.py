@@ -12,7 +12,6 @@ from torch import Tensor
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.image import ImageInfo, ImageProcessing
-from trioengine.core.messages import Adapter
 from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.worker.kernels.adapters import LoadedAdapter
 from trioengine.worker.kernels.batch import make_batch
@@ -45,7 +44,7 @@ class TorchModelRunner:
         self.target = target
         self.draft_model = draft_model
         self._drafter: Drafter = PromptLookup() if draft_model is None else draft_model
-        self._adapters: dict[int, LoadedAdapter] = {}  # of the model, by id
+        self._adapters: dict[int, LoadedAdapter] = {}  # of the model, by number
         spec = target.spec
         self.info = ModelInfo(
             model_type=spec.model.model_type,
@@ -146,13 +145,13 @@ class TorchModelRunner:
             raise InvariantError(f"an image for a {self.info.model_type} model, which sees none")
         return model
 
-    def load_adapter(self, adapter: Adapter) -> None:
+    def load_adapter(self, number: int, path: str) -> None:
         """Load an adapter. Raises ModelError; InvariantError while the weights sleep."""
-        self._adapters[adapter.id] = self.target.weights.load_adapter(adapter.path)
+        self._adapters[number] = self.target.weights.load_adapter(path)
 
-    def drop_adapter(self, adapter: int) -> None:
-        """Drop the adapter of this id."""
-        del self._adapters[adapter]
+    def drop_adapter(self, number: int) -> None:
+        """Drop the adapter of this number."""
+        del self._adapters[number]
 
     def sleep(self) -> None:
         """Give memory back to the system; weights that are in host memory anyway stay where they are."""

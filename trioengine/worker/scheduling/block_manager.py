@@ -357,7 +357,7 @@ class BlockManager:
 
 
 def root_digest(cache_salt: str, adapter: int = NO_ADAPTER) -> bytes:
-    """The parent of the first block of a request with this cache salt, and an adapter of this id."""
+    """The parent of the first block of a request with this cache salt, and an adapter of this number."""
     if not cache_salt and adapter == NO_ADAPTER:
         return ROOT_DIGEST
     salt = adapter.to_bytes(8, "little")

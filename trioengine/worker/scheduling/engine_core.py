@@ -244,7 +244,7 @@ class EngineCore:
         session.held.extend(message.token_ids)
         num_prompt_tokens = len(session.held) - message.num_output
         try:
-            self._use_adapter(session.adapter)
+            adapter = self._use_adapter(session.adapter)
             sequence = Sequence(
                 session=message.session,
                 request=message.request,
@@ -256,7 +256,7 @@ class EngineCore:
                 images=place_images(message.images, pictures, num_prompt_tokens, self.limits.tile)
                 if pictures
                 else None,
-                adapter=NO_ADAPTER if session.adapter is None else session.adapter.id,
+                adapter=adapter,
             )
             self._scheduler.add(sequence)
         except RequestRejected as exc:
@@ -270,13 +270,14 @@ class EngineCore:
             self._compiler.submit(sequence)
         return []
 
-    def _use_adapter(self, adapter: Adapter | None) -> None:
-        """Raises RequestRejected if it cannot be loaded."""
-        if adapter is not None:
-            try:
-                self._adapters.use(adapter)
-            except ModelError as exc:
-                raise RequestRejected(ADAPTER_FAILED, str(exc)) from exc
+    def _use_adapter(self, adapter: Adapter | None) -> int:
+        """The number of the adapter, which is loaded now. Raises RequestRejected if it cannot be."""
+        if adapter is None:
+            return NO_ADAPTER
+        try:
+            return self._adapters.use(adapter)
+        except ModelError as exc:
+            raise RequestRejected(ADAPTER_FAILED, str(exc)) from exc
 
     def _stop_session(self, message: StopSession) -> list[FromWorker]:
         session = self._session(message.session, "STOP_SESSION")

@@ -85,7 +85,7 @@ class Sequence:
     num_forced: int = 0  # of its latest tokens: appended behind the latest sampled one, because no others could come
     pace: Pace | None = None  # of its drafts; None: no speculation
     state_slot: int = PADDING_SLOT  # while it runs, in a model with states
-    adapter: int = NO_ADAPTER  # id of its adapter
+    adapter: int = NO_ADAPTER  # the number of its adapter
     save_points: tuple[int, ...] = ()  # numbers of tokens behind which a step saves the state
 
     @property
