@@ -1,4 +1,4 @@
-"""LoRA adapters of an engine: who gets which answers, and how long an adapter is held."""
+"""LoRA adapters of an engine: each session's own, until it ends."""
 
 import pytest
 import trio

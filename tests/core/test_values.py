@@ -229,7 +229,7 @@ BAD_CONFIG = {
     "model": ["", "a\0b", "\ud800", *NO_NUMBERS[1:]],
     "generation_config": ["", "a\0b", "\ud800", *NO_NUMBERS[1:]],
     "chat_template": ["", "a\0b", "\ud800", *NO_NUMBERS[1:]],
-    "adapters": ["sql=dir", ("sql",), ("=dir",), ("sql=",), (7,), None],
+    "adapters": ["sql=dir", ("sql",), ("=dir",), ("sql=",), (7,), ("a=b", "a=c"), ("a\0=b",), None],
     "draft_model": ["", "a\0b", "\ud800", *NO_NUMBERS[1:]],
     "on_worker_loss": ["", "retry", *NO_NUMBERS],
     "device": ["tpu", "cuda:", "cuda:x", "cuda:-1", "cuda:128", "cuda:01", "cuda:٣", "cuda:" + "9" * 20, *NO_NUMBERS],

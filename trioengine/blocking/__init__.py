@@ -197,6 +197,8 @@ class Engine(_Host):
     sleep = awaited(_Engine.sleep)
     wake = awaited(_Engine.wake)
     update_weights = awaited(_Engine.update_weights)
+    load_adapter = awaited(_Engine.load_adapter)
+    unload_adapter = posted(_Engine.unload_adapter)
 
 
 @shortens

@@ -207,7 +207,10 @@ class EngineConfig:
 
 def _adapters(values: object) -> tuple[str, ...]:
     if not isinstance(values, tuple) or not all(isinstance(each, str) and all(each.partition("=")) for each in values):
-        raise ValueError(f"must be of the form NAME=DIRECTORY, got {brief(values)}")
+        raise ValueError(f"must be a list of NAME=DIRECTORY, got {brief(values)}")
+    names = [each.partition("=")[0] for each in values]
+    if len(set(names)) < len(names) or not all(map(str.isprintable, values)):
+        raise ValueError(f"must be a list of printable NAME=DIRECTORY, each name once, got {brief(values)}")
     return values
 
 
