@@ -94,7 +94,7 @@ def _check_models(found: Any) -> None:
 def _check_model(found: Any) -> None:
     fields = ("id", "object", "created", "owned_by", "parent", "max_model_len", "default_sampling_params")
     has_fields(found, fields, "a model")
-    assert found["parent"] is None, f"the model is no adapter: {found}"
+    assert found["parent"] is None, f"the model is not an adapter: {found}"
     assert found["default_sampling_params"] == {}, f"the model has no defaults: {found}"
     named = found["id"], found["object"], found["owned_by"], found["max_model_len"] in (None, 96)
     assert named == ("toy", "model", "trioengine", True), f"the model is {found}"
