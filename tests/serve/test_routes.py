@@ -17,7 +17,14 @@ from trioengine.testing import simulated_engine
 from trioengine.text.tokenizer import Tokenizer
 
 ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True)
-MODEL = {"id": "toy", "object": "model", "owned_by": "trioengine", "max_model_len": 512, "default_sampling_params": {}}
+MODEL = {
+    "id": "toy",
+    "object": "model",
+    "owned_by": "trioengine",
+    "parent": None,
+    "max_model_len": 512,
+    "default_sampling_params": {},
+}
 
 
 async def test_models(autojump_clock, clients):
@@ -184,7 +191,8 @@ async def test_the_roles(autojump_clock, clients):
     routes = clients.server.connections._routes
     operators = {path for path, route in routes.items() if route.role is Role.OPERATOR}
     power = {"/sleep", "/wake_up", "/wakeup", "/update_weights", "/is_sleeping"}
-    assert operators == {"/debug/invariants", "/abort_request"} | power
+    adapters = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    assert operators == {"/debug/invariants", "/abort_request"} | adapters | power
     anyone = {path for path, route in routes.items() if route.role is Role.ANYONE}
     assert anyone == {"/", "/docs", "/openapi.json", "/health", "/ready"}
 

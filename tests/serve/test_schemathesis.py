@@ -27,7 +27,12 @@ CHECKS = (
     "as_described",  # of helpers.schemathesis_checks
 )
 CHECKING = "helpers.schemathesis_checks"
-NEVER_OK = {("GET", "/v1/realtime"), ("POST", "/update_weights")}  # a WebSocket's, and refused without a directory
+NEVER_OK = {  # a WebSocket's, and refused without a directory, or an adapter
+    ("GET", "/v1/realtime"),
+    ("POST", "/update_weights"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
+}
 BOUNDS = ["--phases", "coverage", "--generation-deterministic"]
 RANDOM = ["--phases", "fuzzing", "--seed", "1", "--max-examples", "200", "--generation-database", "none"]
 POWER, STREAMS, EMBEDDINGS = "sleep|wake", "completions", "embeddings"
