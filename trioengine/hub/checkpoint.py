@@ -125,11 +125,10 @@ class GGUFArchitecture:
 
     config: Callable[[Mapping[str, Any], Mapping[str, Shape], Path], LlamaConfig]
     hf_name: Callable[[str], str]  # the Hugging Face name of a GGUF tensor
-    stored_rows: Callable[
-        [str, LlamaConfig], Rows | None
-    ]  # of a tensor, by its Hugging Face name: its rows in the file
-    stored_columns: Callable[[str, LlamaConfig], Rows | None]  # the same
-    stored_form: Callable[[str], StoredForm]  # the same
+    # Of a tensor, by its Hugging Face name: its rows, its columns and its form in the file.
+    stored_rows: Callable[[str, LlamaConfig], Rows | None]
+    stored_columns: Callable[[str, LlamaConfig], Rows | None]
+    stored_form: Callable[[str], StoredForm]
 
     def changed(self, name: str, tensor: PlacedTensor, config: LlamaConfig) -> PlacedTensor:
         """Return the tensor with the changes of llama.cpp's conversion."""
