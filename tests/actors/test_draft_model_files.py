@@ -39,6 +39,15 @@ async def test_each_worker_gets_its_path(autojump_clock, caplog):
     paths = [(config.model_path, config.draft_model_path) for config in configurations(simulation)]
     assert paths == [("toy", "small")] * 2
     assert "ready: toy with drafts by small on cpu" in caplog.text
+    assert "drafts nothing" not in caplog.text
+
+
+async def test_a_draft_model_without_drafts_is_logged(autojump_clock, caplog):
+    async with open_unwrapped_nursery() as nursery:
+        simulation = Simulation(nursery)
+        async with open_engine(replace(CONFIG, num_speculative_tokens=0), ports=simulation.ports):
+            pass
+    assert "drafts nothing unless requests set num_speculative_tokens" in caplog.text
 
 
 async def test_other_tokens_are_refused(autojump_clock):

@@ -1,6 +1,5 @@
 """Tiny checkpoints with random weights of the architectures beside Llama: the same numbers wherever they lie."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -307,18 +306,12 @@ def _read(fields: dict[str, Any]) -> ModelConfig:
 def joined(fields: dict[str, Any], separate: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors as a directory has them: several in the place of one, where the architecture joins them."""
     stored = dict(separate)
-    for name, parts in _read(fields).joined_tensors():
+    for name, shape, parts in _read(fields).joined_tensors():
         if not parts.keys() <= stored.keys():  # of another layer
             continue
         rows = torch.cat([torch.tensor([row for piece in pieces for row in piece]) for pieces in parts.values()])
-        stored[name] = torch.cat([stored.pop(part) for part in parts])[rows.argsort()]
-        if ".experts." in name:
-            stored[name] = stored[name].unflatten(0, (_num_experts(parts), -1))
+        stored[name] = torch.cat([stored.pop(part) for part in parts])[rows.argsort()].reshape(shape)
     return stored
-
-
-def _num_experts(parts: Iterable[str]) -> int:
-    return len({part.rpartition("experts.")[2].partition(".")[0] for part in parts})
 
 
 def write(path: Path, variant: str, seed: int = 0, **changes: object) -> Path:

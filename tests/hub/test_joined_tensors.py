@@ -43,21 +43,19 @@ def test_each_part_may_have_a_tensor_of_its_own(tmp_path, variant):
 @pytest.mark.parametrize(
     ("variant", "changes", "message"),
     [
-        ("qwen3_5-moe", {STACK: torch.zeros(7, 48, 48)}, f"tensor {STACK} has the shape [7, 48, 48], not 384 rows"),
-        ("qwen3_5-moe", {STACK: torch.zeros(())}, f"tensor {STACK} has the shape [], not 384 rows"),
-        (
-            "qwen3_5-moe",
-            {STACK: torch.zeros(8, 48, 47)},
-            "tensor model.layers.1.mlp.experts.0.gate_proj.weight has the",
-        ),
+        ("qwen3_5-moe", {STACK: torch.zeros(7, 48, 48)}, f"tensor {STACK} has the shape [7, 48, 48], not [8, 48, 48]"),
+        ("qwen3_5-moe", {STACK: torch.zeros(())}, f"tensor {STACK} has the shape [], not [8, 48, 48]"),
+        ("qwen3_5-moe", {STACK: torch.zeros(8, 48, 47)}, f"tensor {STACK} has the shape [8, 48, 47], not [8, 48, 48]"),
+        ("qwen3_5-moe", {STACK: torch.zeros(48, 8, 48)}, f"tensor {STACK} has the shape [48, 8, 48], not [8, 48, 48]"),
+        ("qwen3_5-moe", {STACK: torch.zeros(384, 48)}, f"tensor {STACK} has the shape [384, 48], not [8, 48, 48]"),
         ("qwen3_5-moe", {STACK: None}, "missing tensors: 'model.layers.1.mlp.experts.0.gate_proj.weight'"),
         (
             "qwen3_5-moe",
             {"model.layers.1.mlp.experts.2.up_proj.weight": torch.zeros(24, 48)},
             f"tensors '{STACK}' and 'model.layers.1.mlp.experts.2.up_proj.weight' are the same one",
         ),
-        ("qwen3-next", {QKVZ: torch.zeros(111, 48)}, f"tensor {QKVZ} has the shape [111, 48], not 112 rows"),
-        ("qwen3-next", {QKVZ: torch.zeros(112)}, f"tensor {QKVZ} has the shape [112], not 112 rows"),
+        ("qwen3-next", {QKVZ: torch.zeros(111, 48)}, f"tensor {QKVZ} has the shape [111, 48], not [112, 48]"),
+        ("qwen3-next", {QKVZ: torch.zeros(112)}, f"tensor {QKVZ} has the shape [112], not [112, 48]"),
     ],
 )
 def test_a_joined_tensor_that_does_not_fit(tmp_path, variant, changes, message):

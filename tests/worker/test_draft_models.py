@@ -6,9 +6,11 @@ from helpers import tiny_decoders, tiny_embedder
 from helpers.sleeping_runner import EXPECTED, KV_BYTES, KV_CACHE, WEIGHTS, asleep, fall_asleep
 from helpers.torch_driver import backend, generate, load, run, spoil
 
+from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.power import ALL_TAGS
 from trioengine.core.sampling_params import ResolvedParams
+from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import BlockCopy, Limits, ScheduledSequence, SchedulerOutput, Sequence
 
@@ -142,9 +144,19 @@ def test_one_that_cannot_wake_leaves_both_asleep(path, small, prompt, missing, t
         runner.wake(WEIGHTS)
     for loaded in (runner, runner.draft_model.loaded):
         assert asleep(loaded) == WEIGHTS
+    assert all(loaded.weights.are_discarded for loaded in runner.loaded)
     (tmp_path / "elsewhere").rename(gone)
     runner.wake(WEIGHTS)
     assert drafted(runner, [prompt])[0] == [EXPECTED]
+
+
+def test_the_progress_is_of_both(path, small):
+    seen = []
+    config = WorkerConfig(str(path), device="cpu", kv_cache_memory=KV_BYTES, draft_model_path=str(small))
+    runner = TorchModelRunner.load(config, lambda done, total: seen.append((done, total)))
+    total = sum(loaded.spec.stored_bytes for loaded in runner.loaded)
+    assert seen[0] == (0, total) and seen[-1] == (total, total)
+    assert seen == sorted(seen) and {each[1] for each in seen} == {total}
 
 
 def test_new_weights_are_the_models_alone(path, small, prompt, tiny_llama, tmp_path):
@@ -167,10 +179,12 @@ def test_another_vocabulary_is_refused(path, tiny_llama, tmp_path):
         load(path, draft_model_path=str(other))
 
 
-def test_a_shorter_context_is_refused(path, tiny_llama, tmp_path):
+@pytest.mark.parametrize("memory", [{}, {"kv_blocks": 2}], ids=["much", "little"])
+def test_a_shorter_context_is_refused(path, tiny_llama, tmp_path, memory):
+    """With little memory as well, which holds no longer a context than the draft model's."""
     short = tiny_llama.write(tmp_path / "short", "plain", max_position_embeddings=64)
-    with pytest.raises(ModelError, match=r"short has a context of 64 tokens, and 256 are in use$"):
-        load(path, draft_model_path=str(short))
+    with pytest.raises(ModelError, match=r"short, the draft model, has .* 64 tokens, .* 256: set max_model_len"):
+        load(path, draft_model_path=str(short), **memory)
     assert load(path, draft_model_path=str(short), max_model_len=64).info.max_model_len == 64
 
 
@@ -182,7 +196,7 @@ def test_other_kinds_are_refused(path, tmp_path, tiny_smolvlm):
     }
     for kind, other in others.items():
         for pair in ((path, other), (other, path)):
-            with pytest.raises(ModelError, match=f"is {kind}, and draft_model"):
+            with pytest.raises(ModelError, match=f"is {kind}, which draft_model"):
                 load(pair[0], draft_model_path=str(pair[1]))
 
 

@@ -206,7 +206,7 @@ def test_a_model_runs_on_after_its_weights_were_moved(tiny_llama, tmp_path, monk
         model = LlamaModel(checkpoint.config, reader, TorchKernels(checkpoint.config.num_heads, torch.float32), 256)
     checkpoint.close()
     expected = answer(runner, tiny_llama.PROMPT)
-    runner.target.weights._state = type(runner.target.weights._state)(model, reader.in_use())
+    runner.target.weights._state = type(runner.target.weights._state)(model, reader.projections, reader.in_use())
     size = sum(tensor.untyped_storage().nbytes() for tensor in reader.in_use())
     assert size == sum(info.nbytes for name, info in checkpoint.tensors.items() if name in wanted)
     fall_asleep(runner, 1)

@@ -1,6 +1,9 @@
 """Other weights, awake and asleep: from then on their tokens; and what fails changes nothing."""
 
+from dataclasses import replace
+
 import pytest
+from helpers import tiny_decoders
 from helpers.sleeping_runner import (
     DAMAGES,
     EXPECTED,
@@ -15,8 +18,10 @@ from helpers.sleeping_runner import (
 from helpers.torch_driver import load, needs_compiler
 from test_weights import write_gguf
 
+from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.core.power import ALL_TAGS
+from trioengine.worker.runner.model_spec import ModelSpec
 
 
 @pytest.fixture
@@ -96,6 +101,21 @@ def test_a_shorter_context_must_hold_what_is_in_use(tiny_llama, tmp_path, path, 
         runner.update_weights(str(shorter))
         assert runner.info.max_model_len == 200
     assert answer(runner, prompt) == EXPECTED
+
+
+def test_a_refused_path_keeps_the_graphs(runner, tmp_path):
+    graphs = runner.target._graphs = object()
+    with pytest.raises(ModelError, match="no model at"):
+        runner.update_weights(str(tmp_path / "missing"))
+    assert runner.target._graphs is graphs
+
+
+def test_ignored_layers_are_no_difference(tmp_path):
+    path = str(tiny_decoders.write(tmp_path, "qwen3_5"))
+    spec = ModelSpec.read(WorkerConfig(path, device="cpu"))
+    other = replace(spec, model=replace(spec.model, num_ignored=1))
+    with other.opened(path) as checkpoint:
+        assert checkpoint.config == other.model
 
 
 UNFIT = {

@@ -91,7 +91,7 @@ def test_all_weights_move_to_host_memory(directory, monkeypatch):
             checkpoint.config, reader, TorchKernels(checkpoint.config.text.num_heads, torch.float32), 256
         )
     checkpoint.close()
-    runner.target.weights._state = type(runner.target.weights._state)(model, reader.in_use())
+    runner.target.weights._state = type(runner.target.weights._state)(model, reader.projections, reader.in_use())
     before = features(runner)
     size = sum(tensor.untyped_storage().nbytes() for tensor in reader.in_use())
     assert size == sum(info.nbytes for name, info in checkpoint.tensors.items() if name in wanted)

@@ -149,6 +149,11 @@ class Runtime:
         draft = await self.ports.run_in_thread(self.ports.read_model, path)
         await self.ports.run_in_thread(check_same_tokens, draft, self.model)
         self._draft_path = str(path)
+        if self.config.num_speculative_tokens == 0:
+            logger.warning(
+                "the draft model computes every step and drafts nothing unless requests set num_speculative_tokens; "
+                "num_speculative_tokens=4 (--num-speculative-tokens 4) sets it for all"
+            )
 
     @property
     def has_model(self) -> bool:

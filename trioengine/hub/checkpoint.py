@@ -125,11 +125,10 @@ class GGUFArchitecture:
 
     config: Callable[[Mapping[str, Any], Mapping[str, Shape], Path], LlamaConfig]
     hf_name: Callable[[str], str]  # the Hugging Face name of a GGUF tensor
-    stored_rows: Callable[
-        [str, LlamaConfig], Rows | None
-    ]  # of a tensor, by its Hugging Face name: its rows in the file
-    stored_columns: Callable[[str, LlamaConfig], Rows | None]  # the same
-    stored_form: Callable[[str], StoredForm]  # the same
+    # Of a tensor, by its Hugging Face name: its rows, its columns and its form in the file.
+    stored_rows: Callable[[str, LlamaConfig], Rows | None]
+    stored_columns: Callable[[str, LlamaConfig], Rows | None]
+    stored_form: Callable[[str], StoredForm]
 
     def changed(self, name: str, tensor: PlacedTensor, config: LlamaConfig) -> PlacedTensor:
         """Return the tensor with the changes of llama.cpp's conversion."""
@@ -187,8 +186,12 @@ def _check_tensors(path: Path, config: ModelConfig, found: Mapping[str, Shape]) 
     if unexpected := [name for name in used if name not in known]:
         raise ModelError(f"{path}: unexpected tensors: {_list(unexpected)}")
     for name, shape in used.items():
-        if shape != known[name]:
-            raise ModelError(f"{path}: tensor {name} has the shape {brief(list(shape))}, not {list(known[name])}")
+        _check_shape(path, name, shape, known[name])
+
+
+def _check_shape(path: Path, name: str, shape: Shape, wanted: Shape) -> None:
+    if shape != wanted:
+        raise ModelError(f"{path}: tensor {name} has the shape {brief(list(shape))}, not {list(wanted)}")
 
 
 def _list(names: list[str]) -> str:
@@ -199,18 +202,16 @@ def _list(names: list[str]) -> str:
 def _parted(path: Path, config: ModelConfig, tensors: dict[str, TensorT]) -> dict[str, TensorT]:
     """Return the tensors with the parts of each joined one in its place."""
     parted = dict(tensors)
-    for name, parts in config.joined_tensors():
+    for name, wanted, parts in config.joined_tensors():
         if name not in parted:
             continue
         whole: TensorT = parted.pop(name)
-        total = sum(len(piece) for rows in parts.values() for piece in rows)
-        if math.prod(whole.shape[:-1]) != total:
-            raise ModelError(f"{path}: tensor {name} has the shape {brief(list(whole.shape))}, not {total} rows")
+        _check_shape(path, name, whole.shape, wanted)
         for part, rows in parts.items():
             if part in parted:
                 raise ModelError(f"{path}: tensors {brief(name)} and {brief(part)} are the same one")
-            count = sum(map(len, rows))
-            shape, nbytes = (count, *whole.shape[-1:]), whole.nbytes * count // total
+            shape = (sum(map(len, rows)), wanted[-1])
+            nbytes = whole.nbytes * math.prod(shape) // math.prod(wanted)
             parted[part] = replace(whole, shape=shape, nbytes=nbytes, rows=rows)
     return parted
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trioengine.hub.llama_config import LAYER_NAMES, LlamaConfig
-from trioengine.hub.model_config import MAX_MODEL_TENSORS, STACKED, Fields, Rows, Shape
+from trioengine.hub.model_config import MAX_MODEL_TENSORS, STACKED, Fields, JoinedTensor, Rows, Shape
 
 GGUF_NAMES = {  # of a layer with experts
     **{name: hf_name for name, hf_name in LAYER_NAMES.items() if not hf_name.startswith("mlp.")},
@@ -60,15 +60,15 @@ class ExpertsShape:
             tensors[f"{mlp}shared_expert_gate.weight"] = (1, hidden)
         return tensors
 
-    def stacks(self, hidden: int) -> Iterator[tuple[str, dict[str, Rows]]]:
-        """Yield the stacks of a layer, and the rows of each expert's projections in them."""
+    def stacks(self, hidden: int) -> Iterator[JoinedTensor]:
+        """Yield the stacks of a layer, by their names behind the layer's."""
         for stack, names in _STACKS.items():
-            size = hidden if stack == "down_proj" else self.size
+            size, columns = _shape(names[0], self.size, hidden)
             rows: dict[str, Rows] = {}
             for expert in range(self.count):
                 for place, name in enumerate(names, expert * len(names)):
                     rows[f"mlp.experts.{expert}.{name}.weight"] = (range(place * size, (place + 1) * size),)
-            yield f"mlp.experts.{stack}", rows
+            yield JoinedTensor(f"mlp.experts.{stack}", (self.count, len(names) * size, columns), rows)
 
 
 def _shape(projection: str, size: int, hidden: int) -> Shape:

@@ -15,7 +15,7 @@ from trioengine.core.image import MAX_EDGE, ImageProcessing
 from trioengine.core.wording import brief
 from trioengine.hub import llama_config
 from trioengine.hub.llama_config import LlamaConfig, count_layers
-from trioengine.hub.model_config import Fields, JoinedTensors, Shape, read_json
+from trioengine.hub.model_config import Fields, JoinedTensor, Shape, read_json
 
 MODEL_TYPES = ("idefics3", "smolvlm")
 TEXT_PREFIX, VISION_PREFIX = "model.text_model.", "model.vision_model."
@@ -78,8 +78,8 @@ class Idefics3Config:
         """Return the shapes of tensors that a checkpoint may have."""
         return self.text.optional_tensors()
 
-    def joined_tensors(self) -> JoinedTensors:
-        """Yield the tensors that a directory may have in place of several: none."""
+    def joined_tensors(self) -> Iterator[JoinedTensor]:
+        """Yield the tensors that a directory or a GGUF file may have in place of several: none."""
         return self.text.joined_tensors()
 
     @property

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import Undecoded
 from trioengine.core.wording import brief
-from trioengine.hub.model_config import Fields, JoinedTensors, Rows, Shape, StatePart
+from trioengine.hub.model_config import Fields, JoinedTensor, Rows, Shape, StatePart
 from trioengine.hub.rope_config import RopeScaling, RopeType, scaling_from_gguf, scaling_from_hf
 
 MODEL_TYPES = ("llama",)
@@ -138,8 +138,8 @@ class LlamaConfig:
             FREQUENCY_DIVISORS: (self.rotary_dim // 2,),
         }
 
-    def joined_tensors(self) -> JoinedTensors:
-        """Yield the tensors that a directory may have in place of several, and the rows of these in them: none."""
+    def joined_tensors(self) -> Iterator[JoinedTensor]:
+        """Yield the tensors that a directory or a GGUF file may have in place of several: none."""
         return iter(())
 
     @classmethod

@@ -20,7 +20,15 @@ from trioengine.core.wording import brief
 Shape: TypeAlias = tuple[int, ...]  # rows first
 
 Rows: TypeAlias = tuple[range, ...]  # of a stored tensor, in this order; all dimensions but the last number its rows
-JoinedTensors: TypeAlias = Iterator[tuple[str, Mapping[str, Rows]]]
+
+
+class JoinedTensor(NamedTuple):
+    """A stored tensor that holds the rows of several of the model's."""
+
+    name: str
+    shape: Shape
+    parts: Mapping[str, Rows]  # by the names of the model's tensors
+
 
 STACKED = "{stacked}"  # in the name of a GGUF tensor whose first dimension numbers tensors of their own
 MAX_MODEL_TENSORS = 100_000  # with each expert's; the largest Qwen3.5 has 93,000
@@ -97,8 +105,8 @@ class ModelConfig(Protocol):
         """Return the shapes of the tensors that a checkpoint may have beside these."""
         ...
 
-    def joined_tensors(self) -> JoinedTensors:
-        """Yield the tensors that a directory may have in place of several, and the rows of these in them, by name."""
+    def joined_tensors(self) -> Iterator[JoinedTensor]:
+        """Yield the tensors that a directory or a GGUF file may have in place of several."""
         ...
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from trioengine.hub import experts_config, qwen3_5_config
 from trioengine.hub.experts_config import GGUF_SHARED_NAMES, ExpertsShape, experts_from_gguf, experts_from_hf
 from trioengine.hub.llama_config import count_layers, gguf_fields
-from trioengine.hub.model_config import Fields, JoinedTensors, Shape
+from trioengine.hub.model_config import Fields, JoinedTensor, Shape
 from trioengine.hub.qwen3_5_config import (
     DEFAULTS,
     Qwen35Config,
@@ -46,13 +46,13 @@ class Qwen35MoeConfig(Qwen35Config):
         self.experts.replace_mlps(wanted, self.prefix, self.hidden_size)
         return wanted
 
-    def joined_tensors(self) -> JoinedTensors:
+    def joined_tensors(self) -> Iterator[JoinedTensor]:
         for index in range(self.num_layers):
             layer = f"{self.prefix}layers.{index}."
-            for name, parts in self.joined_of_layer():
-                yield f"{layer}{name}", {f"{layer}{part}": rows for part, rows in parts.items()}
+            for name, shape, parts in self.joined_of_layer():
+                yield JoinedTensor(f"{layer}{name}", shape, {f"{layer}{part}": rows for part, rows in parts.items()})
 
-    def joined_of_layer(self) -> JoinedTensors:
+    def joined_of_layer(self) -> Iterator[JoinedTensor]:
         """Yield a layer's joined tensors, by their names behind the layer's."""
         return self.experts.stacks(self.hidden_size)
 

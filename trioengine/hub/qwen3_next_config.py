@@ -1,7 +1,7 @@
 """The shape of a Qwen3-Next: Qwen3.5's with experts, in all layers or some.
 
 Its directories have the projections of a delta net in two tensors, in which all rows of a head of keys and of the heads
-of values that share it lie together. GGUF files have one or both of these.
+of values that share it lie together. GGUF files have one or both of these. Experts are stored as Qwen3.5's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from trioengine.hub.experts_config import experts_from_hf, layers_with_experts
 from trioengine.hub.llama_config import count_layers, gguf_fields
-from trioengine.hub.model_config import Fields, JoinedTensors, Rows, Shape
+from trioengine.hub.model_config import Fields, JoinedTensor, Rows, Shape
 from trioengine.hub.qwen3_5_config import hybrid_hf_name, hybrid_values
 from trioengine.hub.qwen3_5_config import stored_form as stored_form
 from trioengine.hub.qwen3_5_moe_config import GGUF_NAMES, MOE_DEFAULTS, Qwen35MoeConfig, hybrid_moe_gguf_values
@@ -28,13 +28,15 @@ _DEFAULTS = {**MOE_DEFAULTS, "num_local_experts": 512, "num_experts_per_tok": 10
 class Qwen3NextConfig(Qwen35MoeConfig):
     """The shape of a Qwen3-Next."""
 
-    def joined_of_layer(self) -> JoinedTensors:
+    def joined_of_layer(self) -> Iterator[JoinedTensor]:
+        yield from self.experts.stacks(self.hidden_size)
         heads, size = self.delta.num_key_heads, self.delta.key_dim
         shared = self.delta.num_value_heads // heads
         q, k, v, z = _interleaved(heads, size, size, shared * self.delta.value_dim, shared * self.delta.value_dim)
         b, a = _interleaved(heads, shared, shared)
         for name, parts in {"qkvz": {"qkv": q + k + v, "z": z}, "ba": {"b": b, "a": a}}.items():
-            yield _projection(name), {_projection(part): rows for part, rows in parts.items()}
+            shape = (sum(len(piece) for rows in parts.values() for piece in rows), self.hidden_size)
+            yield JoinedTensor(_projection(name), shape, {_projection(part): rows for part, rows in parts.items()})
 
 
 def _projection(name: str) -> str:

@@ -17,7 +17,7 @@ from trioengine.core.errors import ModelError
 from trioengine.core.wording import brief
 from trioengine.hub.model_config import Rows, open_file, parse_json
 
-MAX_HEADER = 4 << 20  # bytes; a model of 16,384 tensors has 2 MB
+MAX_HEADER = 4 << 20  # bytes, of one file; a tensor takes some 128, so that 32,000 have room
 MAX_DIMENSIONS = 8
 _LENGTH = struct.Struct("<Q")
 _BITS = {

@@ -28,7 +28,7 @@ from trioengine.worker.kernels import (
 from trioengine.worker.kernels.batch import ForwardBatch, StateRows
 from trioengine.worker.kernels.decoder import LayerByLayer
 from trioengine.worker.kernels.kv_cache import KVCache, dequantized, quantized
-from trioengine.worker.kernels.torch_states import Past, update_delta
+from trioengine.worker.kernels.torch_states import convolve, update_delta
 
 
 class TorchKernels:
@@ -65,13 +65,7 @@ class TorchKernels:
         return activated.mul_(up)
 
     def convolve(self, inputs: Tensor, convolution: Convolution, states: Tensor, rows: StateRows) -> Tensor:
-        b, c, x = inputs.chunk(3, dim=1)
-        known = Past(b * x, states, rows)
-        result = known.convolved(convolution.weight)
-        if convolution.bias is not None:
-            result += convolution.bias
-        known.store(states)
-        return (result * c.float()).to(x.dtype)
+        return convolve(inputs, convolution, states, rows)
 
     def route(self, scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         num_routed = scores.shape[1] - routing.has_shared

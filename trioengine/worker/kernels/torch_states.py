@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from trioengine.worker.kernels import GatedDelta
+from trioengine.worker.kernels import Convolution, GatedDelta
 from trioengine.worker.kernels.batch import StateRows
 
 _EPSILON = 1e-6  # of the squared lengths of queries and keys
@@ -43,6 +43,17 @@ class Past:
     def _behind(self, ends: Tensor) -> Tensor:
         """The places of the last rows before the ends."""
         return (ends - self._num_kept)[:, None] + self._before
+
+
+def convolve(inputs: Tensor, convolution: Convolution, states: Tensor, rows: StateRows) -> Tensor:
+    """As the kernel."""
+    b, c, x = inputs.chunk(3, dim=1)
+    known = Past(b * x, states, rows)
+    result = known.convolved(convolution.weight)
+    if convolution.bias is not None:
+        result += convolution.bias
+    known.store(states)
+    return (result * c.float()).to(x.dtype)
 
 
 def update_delta(inputs: Tensor, delta: GatedDelta, kept: Tensor, matrices: Tensor, rows: StateRows) -> Tensor:

@@ -1,4 +1,4 @@
-"""Qwen3.5 of texts with experts: all layers have routed ones, and a shared one with a gate."""
+"""Qwen3.5 with experts, texts: routed experts and a shared one with a gate, in all layers or in some."""
 
 from __future__ import annotations
 

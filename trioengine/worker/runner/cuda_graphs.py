@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from trioengine.hub.experts_config import ExpertsConfig
 from trioengine.hub.model_config import TextConfig
 from trioengine.worker.kernels import Kernels, RecordableKernels
 from trioengine.worker.kernels.batch import ForwardBatch, Padding, make_batch
@@ -39,7 +38,7 @@ Replay: TypeAlias = Callable[[ForwardBatch], Computed]
 
 def can_record(kernels: Kernels, model: TextConfig) -> bool:
     """Whether neither the kernels nor the model's layers wait for the GPU, as layers with experts or states do."""
-    waits = isinstance(model, ExpertsConfig) or bool(model.state_parts)
+    waits = hasattr(model, "experts") or bool(model.state_parts)
     return isinstance(kernels, RecordableKernels) and not waits
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 from torch import Tensor
@@ -77,22 +79,34 @@ class LoadedModel:
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
-    def take(self, tags: frozenset[Tag]) -> None:
-        """Take the memory of all of these tags, or, with an exception, of none: weights wake entirely or not."""
+    def take(self, tags: frozenset[Tag]) -> Callable[[], None]:
+        """Take the memory of all of these tags, or, with an exception, of none: weights wake entirely or not.
+
+        Returns a call that releases it: discarded weights are discarded again.
+        """
+        discards = self.weights.are_discarded
         caches = self.spec.allocate_caches() if Tag.KV_CACHE in tags else (self._cache, self.states)
         if Tag.WEIGHTS in tags:
             self.weights.wake()
         self._cache, self.states = caches
+        return partial(self.release, tags, discards=discards)
 
-    def release(self, tags: frozenset[Tag]) -> None:
-        """Drop the memory of these tags; weights that are in host memory anyway stay where they are."""
+    def release(self, tags: frozenset[Tag], *, discards: bool = False) -> None:
+        """Drop the memory of these tags, and keep weights in host memory, where they stay if they are there anyway.
+
+        `discards`: drop the weights as well.
+        """
         self._graphs = None
         if Tag.KV_CACHE in tags:
             self._cache = self.states = None
-        if Tag.WEIGHTS in tags:
+        if Tag.WEIGHTS in tags and discards:
+            self.weights.discard()
+        elif Tag.WEIGHTS in tags:
             self.weights.keep()
 
     def update_weights(self, path: str) -> str:
         """As ModelRunner's."""
+        quantization = self.weights.check(path)
         self._graphs = None
-        return self.weights.update(path)
+        self.weights.replace(path)
+        return quantization

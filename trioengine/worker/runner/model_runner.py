@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -76,7 +77,8 @@ class TorchModelRunner:
         device = choose_device(config.device)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # where Triton starts kernels, and graphs are recorded
-        target, *drafting = (LoadedModel(spec, on_progress) for spec in ModelSpec.read_all(config))
+        specs = ModelSpec.read_all(config)
+        target, *drafting = map(LoadedModel, specs, _shares_of(on_progress, [spec.stored_bytes for spec in specs]))
         runner = TorchModelRunner(target, *map(DraftModel, drafting))
         runner._take(ALL_TAGS.difference(config.asleep))
         return runner
@@ -183,9 +185,18 @@ class TorchModelRunner:
         """All of them, for both models, or, with an exception, none: the larger model comes last."""
         with contextlib.ExitStack() as taken:
             for loaded in reversed(self.loaded):
-                loaded.take(tags)
-                taken.callback(loaded.release, tags)
+                taken.callback(loaded.take(tags))
             taken.pop_all()
+
+
+def _shares_of(on_progress: OnProgress, sizes: Sequence[int]) -> Iterator[OnProgress]:
+    """Yield for each model a callback that adds the bytes of the others; the last one is loaded first."""
+    for index, size in enumerate(sizes):
+        yield partial(_report, on_progress, sum(sizes[index + 1 :]), sum(sizes) - size)
+
+
+def _report(on_progress: OnProgress, before: int, others: int, done: int, total: int) -> None:
+    on_progress(before + done, others + total)
 
 
 def vision_of(spec: ModelSpec) -> Vision | None:

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from trioengine.worker.kernels.state_cache import StateCache
 from trioengine.worker.runner.kernel_choice import StepGraphs, choose_graphs, choose_kernels
 from trioengine.worker.runner.linear_choice import LinearChoice
 from trioengine.worker.weights import open_checkpoint
-from trioengine.worker.weights.checkpoint import Checkpoint
+from trioengine.worker.weights.checkpoint import Checkpoint, stored_sizes
 
 _PRECISION = 1e-6  # GGUF files hold float32
 
@@ -39,6 +39,7 @@ class ModelSpec:
     graphs: StepGraphs
     linears: LinearChoice
     quantization: str  # of the checkpoint that is loaded first
+    stored_bytes: int  # of its tensors that are read
     max_model_len: int  # tokens; never more than the KV cache holds
     num_blocks: int
     num_reserved: int  # blocks behind these, for padding
@@ -46,7 +47,7 @@ class ModelSpec:
 
     @staticmethod
     def read(config: WorkerConfig) -> ModelSpec:
-        """As `read_all`, the model's alone."""
+        """Read as `read_all` does, and return the model's alone."""
         return ModelSpec.read_all(config)[0]
 
     @staticmethod
@@ -58,14 +59,14 @@ class ModelSpec:
         paths = (config.model_path, config.draft_model_path)
         specs = [_unsized(config, path) for path in paths if path is not None]
         for draft in specs[1:]:
-            _check_draft(draft, specs[0])
+            _check_draft(draft, specs[0], config.max_model_len)
         num_reserved = int(any(spec.graphs is not StepGraphs.NONE for spec in specs))
         model, dtype, device = specs[0].model.text, specs[0].dtype, specs[0].device
         per_block = sum(spec.block_bytes for spec in specs)
         weights = sum(spec.weight_bytes for spec in specs)
         num_blocks, num_slots = size_caches(config, model, per_block, dtype, device, weights, num_reserved=num_reserved)
         limits = (model.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
-        sized = [
+        return [
             replace(
                 spec,
                 max_model_len=min(limit for limit in limits if limit is not None),
@@ -75,9 +76,6 @@ class ModelSpec:
             )
             for spec in specs
         ]
-        for spec in sized:
-            spec.check_context(spec.path, spec.model)
-        return sized
 
     @property
     def block_bytes(self) -> int:
@@ -136,6 +134,7 @@ def _unsized(config: WorkerConfig, path: str) -> ModelSpec:
             graphs=choose_graphs(config, model.text, kernels),
             linears=linears,
             quantization=linears.quantization_of(checkpoint),
+            stored_bytes=sum(stored_sizes(checkpoint, model.wanted_tensors()).values()),
             max_model_len=0,
             num_blocks=0,
             num_reserved=0,
@@ -162,8 +161,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.float32 if name == "float32" else torch.bfloat16
 
 
-def _check_draft(draft: ModelSpec, target: ModelSpec) -> None:
-    """Raise ModelError unless the one can draft for the other."""
+def _check_draft(draft: ModelSpec, target: ModelSpec, max_model_len: int | None) -> None:
+    """Raise ModelError unless `draft` can draft for `target`, in a context of `max_model_len`, or of the target's."""
     for spec in (draft, target):
         for kind, is_one in (
             ("an embedding model", spec.model.text.embeds),
@@ -171,10 +170,16 @@ def _check_draft(draft: ModelSpec, target: ModelSpec) -> None:
             ("a model with images", spec.model.images is not None),
         ):
             if is_one:
-                raise ModelError(f"{spec.path} is {kind}, and draft_model (--draft-model) takes none")
+                raise ModelError(f"{spec.path} is {kind}, which draft_model (--draft-model) does not support")
     has, wants = draft.model.text.vocab_size, target.model.text.vocab_size
     if has != wants:
         raise ModelError(f"{draft.path} cannot draft for {target.path}: it has {has} tokens, not {wants}")
+    context, longest = (spec.model.text.max_position_embeddings for spec in (draft, target))
+    longest = longest if max_model_len is None else min(longest, max_model_len)
+    if context < longest:
+        reason = f"has a context of {context} tokens, and requests may have {longest}"
+        hint = f"set max_model_len (--max-model-len) to {context} or less"
+        raise ModelError(f"{draft.path}, the draft model, {reason}: {hint}")
 
 
 def _layout_of(config: WorkerConfig, model: TextConfig, dtype: torch.dtype) -> KVLayout:
@@ -192,19 +197,20 @@ def _differences(ours: ModelConfig, theirs: ModelConfig) -> Iterator[str]:
     if ours.model_type != theirs.model_type:
         yield f"model_type is {theirs.model_type}, not {ours.model_type}"
         return
-    others = dict(_forward_fields(asdict(theirs)))
-    for name, value in _forward_fields(asdict(ours)):
+    others = dict(_forward_fields(theirs))
+    for name, value in _forward_fields(ours):
         if not _is_same(value, others[name]):
             yield f"{name} is {others[name]}, not {value}"
 
 
-def _forward_fields(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """All fields but the length of the context, which the forward pass does not depend on."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _forward_fields(value, f"{prefix}{name}.")
-        elif name != "max_position_embeddings":
-            yield prefix + name, value
+def _forward_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the fields that the forward pass depends on: neither the length of the context nor uncompared fields."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            yield from _forward_fields(value, f"{prefix}{field.name}.")
+        elif field.compare and field.name != "max_position_embeddings":
+            yield prefix + field.name, value
 
 
 def _is_same(ours: object, theirs: object) -> bool:

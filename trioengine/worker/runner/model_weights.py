@@ -70,6 +70,10 @@ class ModelWeights:
     def are_awake(self) -> bool:
         return isinstance(self._state, _Awake)
 
+    @property
+    def are_discarded(self) -> bool:
+        return isinstance(self._state, _Discarded)
+
     def load_adapter(self, path: str) -> LoadedAdapter:
         """Load an adapter for this model. Raises ModelError, naming the file and the reason, if it does not fit."""
         state = self._state
@@ -101,23 +105,28 @@ class ModelWeights:
             case _Discarded():
                 self._state = self._load()
 
-    def update(self, path: str) -> str:
-        """Replace the weights by the ones at `path`, loaded at once if these are awake, else at `wake`.
+    def discard(self) -> None:
+        """Sleep, and leave no values in memory."""
+        self._state = _Discarded()
+        self._spec.linears.release()
+        give_back(self._spec.device)
 
-        Returns their quantization. Raises ModelError if they do not fit or cannot be loaded, and the old ones stay;
-        RuntimeError if the old ones cannot be loaded again.
+    def replace(self, path: str) -> None:
+        """Replace the weights by the checked ones at `path`, loaded at once if these are awake, else at `wake`.
+
+        Raises ModelError if they cannot be loaded, and the old ones stay; RuntimeError if the old ones cannot be loaded
+        again.
         """
-        quantization = self._check(path)
         is_awake, old = self.are_awake, self._path
         self._change_to(path)
         if not is_awake or (failure := failure_of(self.wake)) is None:
-            return quantization
+            return
         self._change_to(old)
         if (second := failure_of(self.wake)) is not None:
             raise RuntimeError(f"{path}: {failure}; and the old weights cannot be loaded again: {second}")
         raise ModelError(failure)
 
-    def _check(self, path: str) -> str:
+    def check(self, path: str) -> str:
         """Return the quantization of a checkpoint that fits. Raises ModelError if it does not, or cannot be read."""
         found: list[str] = []
 
@@ -130,9 +139,7 @@ class ModelWeights:
         return found[0]
 
     def _change_to(self, path: str) -> None:
-        self._state = _Discarded()
-        self._spec.linears.release()
-        give_back(self._spec.device)
+        self.discard()
         self._path = path
 
     def _load(self) -> _Awake:

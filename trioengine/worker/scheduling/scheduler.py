@@ -122,9 +122,8 @@ class Scheduler:
         self._sequences[sequence.request] = sequence
         self._last_place += 1
         sequence.place = self._last_place
-        is_free = (
-            sequence.params.grammar is None and not self.limits.state_slots
-        )  # a state cannot go back behind drafts
+        # A state cannot go back behind drafts.
+        is_free = sequence.params.grammar is None and not self.limits.state_slots
         if sequence.params.num_speculative_tokens and is_free:
             sequence.pace = Pace()
         if sequence.images is None and not sequence.is_compiling:

@@ -62,6 +62,11 @@ class Checkpoint(Protocol):
         ...
 
 
+def stored_sizes(checkpoint: Checkpoint, wanted: Collection[str]) -> dict[str, int]:
+    """Return the bytes of the wanted tensors that the checkpoint has, by name."""
+    return {name: info.nbytes for name, info in checkpoint.tensors.items() if name in wanted}
+
+
 @dataclass(frozen=True, slots=True)
 class LinearOptions:
     """How linear layers are made, on the CPU."""
@@ -100,7 +105,7 @@ class WeightReader:
         """
         self._checkpoint = checkpoint
         self._dtype, self._device = dtype, device
-        self._sizes = {name: info.nbytes for name, info in checkpoint.tensors.items() if name in wanted}
+        self._sizes = stored_sizes(checkpoint, wanted)
         self._total, self._done = sum(self._sizes.values()), 0
         self._check_memory()
         self._on_progress = on_progress
