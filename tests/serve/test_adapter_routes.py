@@ -57,6 +57,7 @@ async def test_while_the_model_loads(autojump_clock):
         for model in ("toy", "toy:sql"):
             found = await clients.request("POST", "/v1/chat/completions", chat(model=model))
             assert (found.status, found.error["code"]) == (503, "overloaded")
+        assert await refused(clients, "model=toy:sql") == (503, "overloaded", None)
 
 
 async def test_a_session_is_resumed_without_its_adapter(autojump_clock):

@@ -113,7 +113,9 @@ def test_padded_steps(path, prompt):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("order", [[ALL_TAGS], [WEIGHTS, KV_CACHE], [KV_CACHE, WEIGHTS]], ids=["all", "weights first", "cache first"])
+@pytest.mark.parametrize(
+    "order", [[ALL_TAGS], [WEIGHTS, KV_CACHE], [KV_CACHE, WEIGHTS]], ids=["all", "weights first", "cache first"]
+)
 def test_both_sleep_and_wake(path, small, prompt, level, order):
     runner = load(path, draft_model_path=str(small), kv_cache_memory=KV_BYTES)
     fall_asleep(runner, level)

@@ -21,6 +21,7 @@ import trio
 from trio_websocket import ConnectionClosed
 from wsproto.utilities import ProtocolError
 
+from trioengine.core.errors import EngineOverloaded
 from trioengine.serve.access_log import log_request, log_unreadable
 from trioengine.serve.auth import Access, Caller, Role
 from trioengine.serve.body import CHUNK, DisconnectCounter, Disconnected, log_disconnect
@@ -286,7 +287,7 @@ class ConnectionHandler:
     def _bad_upgrade(self, request: HttpRequest, caller: Caller) -> HttpResponse | None:
         try:
             self._check_upgrade(request, caller)
-        except ClientError as exc:
+        except (ClientError, EngineOverloaded) as exc:
             return error_response(exc)
         return None
 

@@ -56,7 +56,7 @@ class RealtimeEndpoint:
         self._tool_form = tool_form
 
     def check(self, request: HttpRequest, caller: Caller) -> None:
-        """Raise ClientError to refuse a handshake."""
+        """Raise ClientError to refuse a handshake, or EngineOverloaded for an adapter while the model loads."""
         handshake = Handshake.of(request)
         if handshake.token is not None:
             session = self.sessions.find(handshake.token, caller.key)
