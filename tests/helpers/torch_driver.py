@@ -3,7 +3,6 @@
 import json
 import math
 import os
-from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -100,7 +99,7 @@ def run(runner, prompts, params, limits, adapters=()):
     }
     scheduler = Scheduler(Limits(**limits), drafter=runner)
     sequences = [Sequence(i, i, list(prompt), len(prompt), params, frozenset()) for i, prompt in enumerate(prompts)]
-    for sequence, adapter in zip_longest(sequences, adapters, fillvalue=NO_ADAPTER):
+    for sequence, adapter in zip(sequences, adapters or [NO_ADAPTER] * len(sequences), strict=True):
         sequence.adapter = adapter
         scheduler.add(sequence)
     rows = []
