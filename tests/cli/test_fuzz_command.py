@@ -40,7 +40,7 @@ def test_the_first_lines_name_the_failure_and_its_place(tmp_path, capsys):
     assert error.startswith("InvariantError: ") and "blocks are counted" in error
     assert re.fullmatch(r"at /.*trioengine/.*\.py:\d+, in \w+", place)
     first_screen = "\n".join(rest[:60])
-    assert "machine = EngineMachine()" in first_screen and "begin(ready=" in first_screen, "the program and its trace"
+    assert "machine = EngineMachine" in first_screen and "machine.begin(" in first_screen, "the program and its trace"
     assert "Traceback" in "\n".join(rest), "behind these"
 
 
@@ -53,8 +53,8 @@ def test_a_trace_is_shown_whole(tmp_path, capsys):
     for line in (
         "engine, awake: close",
         "worker 1001 <- ADD_SESSION session",
-        "session 1, preparing, detached: ",
-        "-> TOKENS session 1 request 2 length",
+        "session 3, preparing, detached: ",  # behind the ids of two adapters
+        "-> TOKENS session 3 request 4 length",
         "leave(which=0, what='end')",
         "  the end",
     ):
