@@ -104,9 +104,13 @@ async def test_a_grammar_is_refused(autojump_clock, remote):
     assert refused.value.param == "grammar"
 
 
-async def test_variables_of_a_template_are_refused(autojump_clock, remote):
+async def test_variables_and_adapters_are_refused(autojump_clock, remote):
     with pytest.raises(RequestRejected, match="chat_template_kwargs cannot be sent over a connection"):
         remote.open_session(chat_template_kwargs={"tools": []})
+    with pytest.raises(RequestRejected, match="adapter is a part of the model's name over a connection"):
+        remote.open_session(adapter="sql")
+    with pytest.raises(RequestRejected, match="adapter is a part of the model's name"):
+        await remote.generate("hello", adapter="sql")
 
 
 async def test_logprobs_are_refused(autojump_clock, remote):

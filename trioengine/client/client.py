@@ -50,11 +50,13 @@ class Client:
         timeout: float | None = None,
         overflow: Overflow = "refuse",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
     ) -> Session:
         """A session, to be entered. `label` is the caller's name for it, `history` chat messages to begin with.
 
         `overflow` is for a chat that outgrows the context, as in Engine.open_session. An unknown one raises
-        RequestRejected here, as `chat_template_kwargs` do, which cannot be sent over a connection.
+        RequestRejected here, as `chat_template_kwargs` do, which cannot be sent over a connection, and `adapter`, which
+        is a part of the model's name, for `connect`.
 
         Entering raises ConnectionLost when the server cannot be reached, RequestRejected when it refuses the key, the
         model or the history. A full server is asked again, with `wait=True` also one that cannot serve at the moment,
@@ -63,6 +65,7 @@ class Client:
         if chat_template_kwargs is not None:
             name = "chat_template_kwargs"
             raise RequestRejected("unsupported_parameter", f"{name} cannot be sent over a connection", param=name)
+        _check_adapter(adapter)
         deadline = deadline_after(timeout)
         state = SessionProxy(
             self._connections,
@@ -89,9 +92,14 @@ class Client:
         timeout: float | None = None,
         wait: bool | None = None,
         label: str | None = None,
+        adapter: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Completion:
-        """One answer, in a session of its own. Errors, keywords, timeout, wait and label as in Session.generate."""
+        """One answer, in a session of its own. Errors, keywords, timeout, wait and label as in Session.generate.
+
+        An `adapter` is refused, as in `open_session`.
+        """
+        _check_adapter(adapter)
         deadline, params = deadline_after(timeout), merged_params(params, options)
         state = SessionProxy(self._connections, self._requests, label=label, wait=wait, deadline=deadline)
         request = RequestProxy(
@@ -135,6 +143,13 @@ class Client:
     def close(self) -> None:
         """End every session; opening another one raises EngineClosed."""
         self._connections.close()
+
+
+def _check_adapter(adapter: str | None) -> None:
+    """Raise RequestRejected for an adapter, which only the model's name chooses."""
+    if adapter is not None:
+        problem = "adapter is a part of the model's name over a connection: connect(url, model='MODEL:ADAPTER')"
+        raise RequestRejected("unsupported_parameter", problem, param="adapter")
 
 
 @names_checked

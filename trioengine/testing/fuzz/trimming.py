@@ -32,6 +32,7 @@ def trimmed(make: Callable[[], Machine], failed: Failed) -> Failed:
     with contextlib.suppress(Enough):
         trimming.leave_out()
         trimming.simplify()
+        trimming.leave_out()  # simple steps may need fewer others
     return trimming.failed
 
 

@@ -183,10 +183,10 @@ class NativeDecoder:
     def forward(
         self, embeddings: Tensor, batch: ForwardBatch, attention: Attention, states: StateCache | None = None
     ) -> Tensor:
-        if batch.adapters is not None:
-            return self._layer_by_layer.forward(embeddings, batch, attention, states)
         if not isinstance(attention, NativeAttention):
             raise InvariantError(f"the native decoder got another attention: {attention!r}")
+        if batch.adapters is not None:
+            return self._layer_by_layer.forward(embeddings, batch, attention, states)
         tokens, size = embeddings.shape
         rows, dtype = batch.output_rows, self._products.dtype
         if len(rows) > tokens:
