@@ -222,7 +222,7 @@ POWER_MUTANTS = (
         "F43",
         "a sleep overwrites an answer that is finished and not read",
         together(replaced(session, "admit", _note_the_latest), replaced(SessionActor, "detach", _overwrite_the_unread)),
-        shows="the whole answer|became|is an abort|the books count|aborted by|and (it )?goes on",
+        shows="the whole answer|became|is an abort|the books count|aborted by|and (it )?goes on|no sleep aborts",
         machine="PowerMachine",
     ),
     Mutant(
