@@ -91,7 +91,8 @@ LINK_MUTANTS = (
         "F45",
         "a writer is cancelled, and tears a frame",
         replaced(Link, "write", _cancel_the_writer),
-        shows="still on the worker|the worker holds sessions|in flight|broke the protocol|waits? forever|ended with -9|no worker was harmed",
+        shows="still on the worker|the worker holds sessions|in flight|broke the protocol|waits? forever|ended with -9"
+        "|no worker was harmed",
     ),
     Mutant(
         "F46",
