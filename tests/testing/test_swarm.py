@@ -9,7 +9,7 @@ from hypothesis.stateful import initialize, precondition
 
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.program import recorded
-from trioengine.testing.fuzz.runner import PROFILES, Fuzzer
+from trioengine.testing.fuzz.runner import BATCH, PROFILES, Fuzzer
 
 PROGRAMS = 200
 MACHINES_SEEN = []
@@ -66,7 +66,7 @@ class Stuck(Machine):
 def machines():
     MACHINES_SEEN.clear()
     Fuzzer(Four, PROFILES["quick"], 0).run(examples=PROGRAMS)
-    yield MACHINES_SEEN
+    yield [machine for machine in MACHINES_SEEN if machine.program.steps]
     MACHINES_SEEN.clear()
 
 
@@ -81,6 +81,16 @@ def test_hypothesis_asks_the_swarm(machines):
         enabled = {rule.function.__name__ for rule in machine._rules_strategy._enabled}
         assert enabled, "it was asked for the rules"
         assert set(names_of(machine)) <= enabled | {"begin"} or not enabled & {"a", "b"}
+
+
+def test_the_simplest_program_is_left_out_and_does_not_count():
+    MACHINES_SEEN.clear()
+    report = Fuzzer(Four, PROFILES["quick"], 0).run(examples=PROGRAMS)
+    programs = [names_of(machine) for machine in MACHINES_SEEN]
+    MACHINES_SEEN.clear()
+    assert report.programs == sum(map(bool, programs)) == PROGRAMS
+    assert programs.count([]) == PROGRAMS / BATCH  # hypothesis begins with it
+    assert programs.count(["begin", *["b"] * PROFILES["quick"].steps]) < PROGRAMS / BATCH
 
 
 def test_the_simple_rules_come_first():

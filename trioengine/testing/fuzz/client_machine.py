@@ -123,6 +123,14 @@ class ClientMachine(ClientToolsMachine):
         self._read(which, Style(style), params, prompt=prompt, keep_partial=keep_partial, timeout=timeout, wait=wait)
         self._flow(rounds)
 
+    @precondition(lambda self: self.idle_holders)
+    @recorded(which=WHICH, rounds=ROUNDS)
+    def ask_for_too_long(self, which: int, rounds: int) -> None:
+        """The time of a request is over after so many rounds, unless its answer is there by then."""
+        self._read(which, Style.ALL, SamplingParams(max_tokens=40), timeout=0.5)
+        self._flow(rounds)
+        self._jump(0.5)
+
     @precondition(lambda self: self.shows and self.open_holders)
     @recorded(which=WHICH, media=st.sampled_from(FILES), prompt=st.sampled_from(("", "a")), rounds=ROUNDS)
     def show(self, which: int, media: str, prompt: str, rounds: int) -> None:

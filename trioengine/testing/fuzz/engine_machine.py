@@ -155,6 +155,15 @@ class EngineMachine(ToolsMachine):
         others = () if other is None else (text[start + 1 : end + other],)
         reader.params = replace(reader.params, stop=tuple(filter(None, (*others, text[start:end]))))
 
+    @precondition(lambda self: self.worker is not None and self.idle_holders)
+    @recorded(which=st.integers(0, 2), rounds=st.sampled_from((0, 3, 8)))
+    def ask_to_fail(self, which: int, rounds: int) -> None:
+        """A request that the worker is to fail, after so many rounds, beside the others of its steps."""
+        reader = self._read(which, Style.ALL, SamplingParams(max_tokens=20))
+        self.loop.settle()
+        self._flow(rounds)
+        self._stop(reader, "fail")
+
     @precondition(lambda self: self.open_holders)
     @recorded(
         which=WHICH,

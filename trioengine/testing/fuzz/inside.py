@@ -185,6 +185,11 @@ def requests(engine: Engine) -> list[tuple[SessionActor, Request]]:
     return [(session, request) for session in engine.runtime.sessions.all for request in session.requests]
 
 
+def has_echo(engine: Engine) -> bool:
+    """Whether the prompt of a request is scored, and no token of its answer has come."""
+    return any(request.prompt_logprobs is not None and not request.num_tokens for _, request in requests(engine))
+
+
 def names(engine: Engine) -> list[int | str]:
     """A name, for `Engine.abort`, of each request that has one: its label, or its id, which a request in line lacks."""
     found = (request.label or request.id for _, request in requests(engine))

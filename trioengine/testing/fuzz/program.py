@@ -67,23 +67,28 @@ _SHARES = 255  # a rule is left out with a probability of 0/255 to 254/255, the 
 class RuleSwarm(RuleStrategy):
     """For one program: draws the rules that its machine runs, one after the other; its arguments are no Bundles.
 
-    Those left out run where no other can; if all were, none is. Hypothesis puts the simple rules first, towards which
-    it shrinks.
+    Those left out run where no other can; if all were, none is. Hypothesis runs the simplest program, in which each
+    choice is 0, before any other: it would repeat one rule, and is left out.
     """
 
     def __init__(self, machine: RuleBasedStateMachine) -> None:
         super().__init__(machine)
+        self._share: int | None = None  # of the rules that are left out, in 1/255 and one more; 0: nothing runs
         self._enabled: list[Rule] = []
         # hypothesis' own name: it would make strategies of these rules for every program, which takes long
         self._first, machine._initialize_rules_to_run = machine._initialize_rules_to_run, []
 
     def do_draw(self, data: ConjectureData) -> tuple[Rule, dict[str, Any]]:
         """A rule and its arguments by name, first one under `initialize`. Raises InvalidDefinition if none can run."""
+        if self._share is None:
+            self._share = data.draw_integer(0, _SHARES)
+            if self._share == 0:
+                data.mark_invalid("the simplest program repeats one rule")
         if self._first:
             rule = self._first.pop(data.draw_integer(0, len(self._first) - 1) if len(self._first) > 1 else 0)
             return rule, _all_arguments(rule).do_draw(data)
         if not self._enabled:
-            p_disabled = data.draw_integer(0, _SHARES - 1) / _SHARES
+            p_disabled = (self._share - 1) / _SHARES
             self._enabled = [rule for rule in self.rules if not data.draw_boolean(p_disabled)] or self.rules
         able = self._able(self._enabled) or self._able(self.rules)
         if not able:

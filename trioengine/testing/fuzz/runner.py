@@ -103,6 +103,8 @@ class Fuzzer:
         return machine
 
     def _count(self, machine: Machine) -> None:
+        if not machine.program.steps and machine.finding is None:  # it was left out
+            return
         report = self.report
         self._slowest = max(self._slowest, machine.slowest)
         if machine.num_interrupts:
