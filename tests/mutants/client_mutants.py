@@ -118,7 +118,7 @@ CLIENT_MUTANTS = (
         "F58",
         "answered events are counted as unanswered, so that nothing more is sent",
         replaced(Posts, "on_answer", _ignore_answers),
-        shows="waits? forever|are never answered",
+        shows="waits? forever|are never answered|it waits: <Generation",
     ),
     _mutant(
         "F59",

@@ -78,7 +78,7 @@ LINK_MUTANTS = (
         "the worker dies, and its readers are not told",
         replaced(SessionActor, "on_worker_lost", _tell_nobody_who_runs),
         shows="waits? forever|the worker holds sessions|still on the worker|in flight, the worker has none"
-        "|the link knows sessions",
+        "|the link knows sessions|session slots are not free",
     ),
     Mutant(
         "F27",

@@ -75,7 +75,7 @@ STATE_MUTANTS = (
         "F101",
         "an abort loses the slot of its sequence",
         replaced(Scheduler, "abort", _lose_slots_of_aborts),
-        shows="state slots",
+        shows="state slots|none of them can be scheduled",
     ),
     Mutant(
         "F102",

@@ -1,12 +1,13 @@
 """Steps that a program does not need to fail are left out of it."""
 
+import pytest
 from hypothesis import strategies as st
 from mutants import MUTANTS
 
 from trioengine.testing.fuzz.machine import Finding, Machine
 from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, recorded, replay
-from trioengine.testing.fuzz.runner import silence
+from trioengine.testing.fuzz.runner import BATCH, LONG, PROFILES, Fuzzer, silence
 from trioengine.testing.fuzz.trimming import trimmed
 
 OPEN, SETTLE = ("open", {"wait": True}), ("settle", {})
@@ -89,3 +90,26 @@ def test_arguments_become_simple_and_the_check_stays_the_same():
         assert program.steps == [("check", expected)]
         assert error.__traceback__ is not None
         assert str(error).startswith("one check" if first is large else "the other one")
+
+
+class TwoWays(Machine):
+    """In the first variant ten rules are a failure, in the second one is."""
+
+    num_variants = 2
+
+    def __init__(self):
+        super().__init__()
+        self.num_runs = 0
+
+    @recorded(number=st.integers(0, 4))
+    def a(self, number):
+        self.num_runs += number == 0
+        assert self.num_runs < (1 if self.variant else LONG + 2)
+
+
+@pytest.mark.parametrize(("seed", "length"), [(0, 1), (3, LONG + 2)])
+def test_a_long_program_is_replaced_by_a_shorter_one_if_there_is_one(seed, length):
+    report = Fuzzer(TwoWays, PROFILES["quick"], seed).run(examples=1000)
+    assert report.programs_to_find <= BATCH, "it was found with the first variant"
+    assert isinstance(report.failure, AssertionError)
+    assert report.program.length == length

@@ -269,6 +269,16 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         """The operator puts the engine to sleep, wakes it, or loads the weights that it has, as another version."""
         self._switch_or_update(how)
 
+    @precondition(lambda self: self._window and self._resumable and not self.engine.power.asleep)
+    @recorded(which=WHICH, how=st.sampled_from(("hang up", "reset")), mode=st.sampled_from(("keep", "abort", "wait")))
+    def sleep_without(self, which: int, how: str, mode: Switch) -> None:
+        """The engine is put to sleep while a session waits for its client to come back."""
+        self._lose(pick(self._resumable, which), how)
+        self._settle()
+        self._switch_or_update(mode)
+        self._settle()
+        self._check()
+
     # ---- overrides --------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:

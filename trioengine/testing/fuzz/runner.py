@@ -25,6 +25,9 @@ from trioengine.testing.fuzz.trimming import Enough, trimmed
 MOST_INTERRUPTS = 30  # of slow rules until the search stops; and as many again until trimming stops
 QUICK = 0.2  # seconds of the processor's time, after the first interrupt
 MUCH_SLOWER = 5  # than any rule until then
+LONG = 8  # rules of a program for which a shorter one is looked for,
+MORE_PROGRAMS = 3  # among this many times the programs that were run before,
+LEAST_PROGRAMS = 300  # and no fewer than these
 BATCH = 10  # programs of one configuration in a row, and between two looks at the clock
 COLLECT_AFTER = 7_000  # objects: the garbage of a few programs
 
@@ -77,6 +80,7 @@ class Fuzzer:
         """
         self._variants: list[Callable[[], Machine]]
         self.report = Report(name or str(getattr(machine, "__name__", "Machine")), seed)
+        self._machine = machine
         self._shrinks = shrink
         self._variants = [machine]
         if isinstance(machine, type) and issubclass(machine, Machine):
@@ -144,13 +148,36 @@ class Fuzzer:
         The run also ends when `until` returns True, which is called after every BATCH programs. If `progress` raises
         KeyboardInterrupt, it propagates, and the finding of a program that ran before is in `report`.
         """
-        seed_choices(self.report.seed)
+        report = self.report
+        seed_choices(report.seed)
         with _fewer_collections():
-            while self.report.failure is None and not self._is_over(examples, seconds) and not until(self.report):
-                count = BATCH if examples is None else min(BATCH, examples - self.report.programs)
+            while report.failure is None and not self._is_over(examples, seconds) and not until(report):
+                count = BATCH if examples is None else min(BATCH, examples - report.programs)
                 self._run_batch(count)
-        self.report.seconds = time.monotonic() - self._began
-        return self.report
+            if self._shrinks and report.failure is not None:
+                self._trim()
+                if report.program is not None and report.program.length > LONG:
+                    self._look_for_a_shorter_one()
+        report.seconds = time.monotonic() - self._began
+        return report
+
+    def _trim(self) -> None:
+        """Shorten the program that failed."""
+        report = self.report
+        assert report.failure is not None and report.program is not None, "a program has failed"
+        self._interrupts_left, self._shortest = MOST_INTERRUPTS, None
+        self._drop_tracebacks()
+        report.failure, report.program = trimmed(self._make, (report.failure, report.program))
+
+    def _look_for_a_shorter_one(self) -> None:
+        """Where the first program that failed is still long, another one may fail that is short."""
+        report = self.report
+        another = Fuzzer(self._machine, self._profile, ~report.seed, self._progress, shrink=False)
+        found = another.run(examples=max(MORE_PROGRAMS * report.programs_to_find, LEAST_PROGRAMS))
+        if found.failure is not None and found.program is not None and report.program is not None:
+            another._trim()
+            if found.program.length < report.program.length:
+                report.failure, report.program = found.failure, found.program
 
     def _is_over(self, examples: int | None, seconds: float | None) -> bool:
         is_over = examples is not None and self.report.programs >= examples
@@ -188,10 +215,6 @@ class Fuzzer:
                 raise
             if isinstance(exc, Flaky) and self._interrupts_left > 0:  # else hypothesis has made it of Enough
                 return
-        if self._shrinks and self.report.failure is not None and self.report.program is not None:
-            self._interrupts_left, self._shortest = MOST_INTERRUPTS, None
-            self._drop_tracebacks()
-            self.report.failure, self.report.program = trimmed(self._make, (self.report.failure, self.report.program))
 
 
 class Replayed(NamedTuple):
