@@ -238,7 +238,7 @@ class PowerMachine(EngineMachine):
                 self._update(TOY_PATH, "keep")
 
     def _flow_until(self, is_done: Callable[[], bool]) -> None:
-        """Go on, through deaths of workers and their restarts, but not for ever."""
+        """Go on through deaths of workers and their restarts, for ROUNDS_TO_DIE rounds at most."""
         for _ in range(ROUNDS_TO_DIE):
             if is_done():
                 break
