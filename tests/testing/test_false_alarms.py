@@ -17,6 +17,8 @@ GRAMMAR = {
     "choices": 2,
     "rounds": 9,
 }
+IN_CALL = {"use": "required", "keep_partial": True}
+COME_BACK = {"which": 0, "again": False, "lacks": 0}
 FALSE_ALARMS = {
     "a worker in a slow step is terminated, as it does not exit in half of the time for a shutdown": (
         "PowerMachine",
@@ -268,6 +270,26 @@ FALSE_ALARMS = {
             ("ask_so", ASK | {"style": "none"}),
             ("go", {"which": 0, "how": "stall"}),
             ("settle", {}),
+        ],
+        2,
+    ),
+    "a session ends before it can report dropped turns, and has a turn without a text": (
+        "ClientMachine",
+        [
+            ("begin", {"ready": True, "turns": 0, "sessions": 2, "history": 0}),
+            ("ask_so", ASK | {"which": 1, "stop": "e", "keep_partial": False, "rounds": 6}),
+            *[("stop_in_call", IN_CALL | {"which": 0, "place": "arguments", "what": "abort"})] * 2,
+            ("stop_in_call", IN_CALL | {"which": 1, "place": "behind", "what": "end"}),
+        ],
+        2,
+    ),
+    "a session is not resumed at the end of its window, which rounded numbers reach": (
+        "RealtimeMachine",
+        [
+            ("begin", {"turns": 0, "ready": True, "window": 12, "clients": 1}),
+            ("come_back", COME_BACK | {"how": "take over", "share": 0.6, "rounds": 0}),
+            ("come_back", COME_BACK | {"how": "vanish", "share": 0.9, "again": True, "rounds": 20}),
+            ("come_back", COME_BACK | {"how": "reset", "share": 1.0, "rounds": 6}),
         ],
         2,
     ),

@@ -10,6 +10,7 @@ from trioengine.actors.observer import Observer
 from trioengine.core.lifecycle import PowerEvent, PowerStage
 from trioengine.core.types import Cause
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
+from trioengine.testing.fuzz.promptness import ROUNDING
 from trioengine.testing.fuzz.realtime_conversation import Conversation
 from trioengine.testing.fuzz.realtime_shapes import check_event
 
@@ -189,7 +190,7 @@ class Session:
         self._saw("a connection is taken over")
 
     def _may_have_ended(self) -> bool:
-        is_late = self.now() - self._attached_at >= self.window
+        is_late = self.now() - self._attached_at >= self.window - ROUNDING
         is_harmed = self._faults.hit(self._attached, *_ENDS)
         is_overfull = not self.is_over and self._unread(self._asked_from) > self._kept
         return self.is_over or self._may_be_over or is_late or is_harmed or is_overfull
