@@ -293,6 +293,17 @@ FALSE_ALARMS = {
         ],
         2,
     ),
+    "a client's close crosses that of the server, as another connection has the session": (
+        "RealtimeMachine",
+        [
+            ("begin", {"turns": 0, "ready": True, "window": 12, "clients": 1}),
+            ("go", {"which": 0, "how": "close"}),
+            ("come_back", COME_BACK | {"how": "take over", "share": 0.0, "rounds": 0}),
+            ("go", {"which": 0, "how": "half-close"}),
+            ("come_back", COME_BACK | {"how": "take over", "share": 0.6, "rounds": 0}),
+        ],
+        0,
+    ),
     "the body of a client and its `on_state` raise in the same pass": (
         "ClientMachine",
         [

@@ -291,8 +291,8 @@ class SimulatedClient(SimulatedPeer):
     def on_goodbye(self, code: int, reason: str) -> None:
         """The server closes the connection."""
 
-    def on_closed(self) -> None:
-        """The server has answered a close."""
+    def on_closed(self, code: int) -> None:
+        """The server has answered a close, or has sent one of its own with another code, which crossed it."""
 
     def on_accepted(self) -> None:
         """The server has accepted the handshake."""
@@ -317,7 +317,7 @@ class SimulatedClient(SimulatedPeer):
                     self.on_goodbye(event.code, event.reason or "")
                     self.to_server.put(self._protocol.send(event.response()))
                 case CloseConnection():
-                    self.on_closed()
+                    self.on_closed(event.code)
                 case Ping() | Pong():
                     pass
                 case _:

@@ -182,8 +182,11 @@ class RealtimeClient(SimulatedClient):
             self._check_goodbye(code)
             self._session.may_end()
 
-    def on_closed(self) -> None:
-        self._session.closed(self)
+    def on_closed(self, code: int) -> None:
+        if code == TAKEN_OVER:  # so that its own close has not ended the session
+            self.on_goodbye(code, "")
+        else:
+            self._session.closed(self)
 
     def _check_goodbye(self, code: int) -> None:
         is_dropped, responses = self.conversation.is_dropped, self.conversation.responses
