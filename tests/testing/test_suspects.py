@@ -20,8 +20,9 @@ from trioengine.testing.fuzz.trace import Trace
 class Forgetful(LifecycleMachine):
     """Its program does something wrong after an abort, and the failure is noticed elsewhere."""
 
+    is_wrong = False
+
     async def app(self, engine):
-        self.is_wrong = False
         completion = await engine.ask("to be", max_tokens=8)
         if completion.finish_reason == "abort":
             self.clean_up()
@@ -30,7 +31,7 @@ class Forgetful(LifecycleMachine):
         self.is_wrong = True
 
     def check(self):
-        assert not getattr(self, "is_wrong", False), "something is wrong"
+        assert not self.is_wrong, "something is wrong"
 
 
 def found(machine):
