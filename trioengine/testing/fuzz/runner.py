@@ -172,7 +172,12 @@ class Fuzzer:
     def _look_for_a_shorter_one(self) -> None:
         """Where the first program that failed is still long, another one may fail that is short."""
         report = self.report
-        another = Fuzzer(self._machine, self._profile, ~report.seed, self._progress, shrink=False)
+
+        def show(_: Report) -> None:
+            if self._progress is not None:
+                self._progress(report)
+
+        another = Fuzzer(self._machine, self._profile, ~report.seed, show, shrink=False)
         found = another.run(examples=max(MORE_PROGRAMS * report.programs_to_find, LEAST_PROGRAMS))
         if found.failure is not None and found.program is not None and report.program is not None:
             another._trim()
