@@ -93,6 +93,16 @@ def test_the_simplest_program_is_left_out_and_does_not_count():
     assert programs.count(["begin", *["b"] * PROFILES["quick"].steps]) < PROGRAMS / BATCH
 
 
+class EmptyFails(Four):
+    def _finish(self):
+        assert self.program.steps, "nothing has run"
+
+
+def test_a_program_that_is_left_out_has_no_findings():
+    report = Fuzzer(EmptyFails, PROFILES["quick"], 0).run(examples=20)
+    assert (report.failure, report.program, report.programs) == (None, None, 20)
+
+
 def test_the_simple_rules_come_first():
     machine = Four()
     assert [rule.function.__name__ for rule in machine._rules_strategy.rules] == ["b", "never", "a", "c"]

@@ -8,7 +8,7 @@ from trioengine.testing.fuzz.machine import Finding, Machine
 from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, recorded, replay
 from trioengine.testing.fuzz.runner import BATCH, LONG, PROFILES, Fuzzer, silence
-from trioengine.testing.fuzz.trimming import trimmed
+from trioengine.testing.fuzz.trimming import Enough, trimmed
 
 OPEN, SETTLE = ("open", {"wait": True}), ("settle", {})
 ASK = ("ask", {"which": 0, "max_tokens": 2, "reads": True})
@@ -107,9 +107,48 @@ class TwoWays(Machine):
         assert self.num_runs < (1 if self.variant else LONG + 2)
 
 
-@pytest.mark.parametrize(("seed", "length"), [(0, 1), (3, LONG + 2)])
+@pytest.mark.parametrize(("seed", "length"), [(3, 1), (0, LONG + 2)])
 def test_a_long_program_is_replaced_by_a_shorter_one_if_there_is_one(seed, length):
     report = Fuzzer(TwoWays, PROFILES["quick"], seed).run(examples=1000)
     assert report.programs_to_find <= BATCH, "it was found with the first variant"
     assert isinstance(report.failure, AssertionError)
     assert report.program.length == length
+
+
+class Once(Machine):
+    """It fails in its first program only, after more rules than a short program has."""
+
+    num_made = 0
+
+    def __init__(self):
+        super().__init__()
+        Once.num_made += 1
+        self.is_first = Once.num_made == 2  # after the one that is left out
+        self.num_runs = 0
+
+    @recorded()
+    def a(self):
+        self.num_runs += 1
+        assert not self.is_first or self.num_runs < LONG + 2
+
+
+def test_a_program_that_fails_once_is_not_shortened():
+    Once.num_made = 0
+    report = Fuzzer(Once, PROFILES["quick"], 0).run(examples=100)
+    assert isinstance(report.failure, AssertionError)
+    assert report.program.length == LONG + 2
+    assert Once.num_made <= BATCH + 2
+
+
+def test_an_error_while_a_shorter_program_is_looked_for_loses_nothing(monkeypatch):
+    ran = Fuzzer._run_batch
+
+    def fail_later(self, count):
+        if self.report.seed != 3:
+            raise Enough
+        ran(self, count)
+
+    monkeypatch.setattr(Fuzzer, "_run_batch", fail_later)
+    report = Fuzzer(TwoWays, PROFILES["quick"], 3).run(examples=1000)
+    assert isinstance(report.failure, AssertionError)
+    assert report.program.length == LONG + 2

@@ -119,7 +119,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         # hypothesis' own name, and private: tests/testing/test_swarm.py fails if it changes
-        self._rules_strategy = RuleSwarm(self)
+        self._rules_strategy = RuleSwarm(self, self._cut_off)
         self.program = Program(type(self).__name__, variant=self.variant)
         self.coverage = Coverage()
         self._taps = ExitStack()  # contexts that are left in the end
@@ -199,6 +199,10 @@ class Machine(RuleBasedStateMachine):
                     self.on_end(self)
         if is_new:
             self._report()
+
+    def _cut_off(self) -> None:
+        """Nothing more is found."""
+        self._is_cut_off = True
 
     def _try(self, step: Callable[[], None]) -> None:
         try:

@@ -208,8 +208,8 @@ class PowerMachine(EngineMachine):
     def ask_for_death(self, which: int, others: int, num_tokens: int, rounds: int, change: str) -> None:
         """A request kills each worker which computes more than so many tokens of it, maybe beside good ones.
 
-        Unless the rounds are 0, the engine changes so many rounds after the third worker is READY, or the first of the
-        requests is aborted while that worker starts, or nothing happens until the request is over.
+        Unless the rounds are 0, the engine changes so many rounds after the third worker is READY, or the oldest
+        request is aborted while that worker starts, or nothing happens until the request that kills is over.
         """
         for _ in range(others + 1):
             if not self.idle_holders:

@@ -71,8 +71,10 @@ class RuleSwarm(RuleStrategy):
     choice is 0, before any other: it would repeat one rule, and is left out.
     """
 
-    def __init__(self, machine: RuleBasedStateMachine) -> None:
+    def __init__(self, machine: RuleBasedStateMachine, leave_out: Callable[[], None]) -> None:
+        """`leave_out` is called before a program that is not to run."""
         super().__init__(machine)
+        self._leave_out = leave_out
         self._share: int | None = None  # of the rules that are left out, in 1/255 and one more; 0: nothing runs
         self._enabled: list[Rule] = []
         # hypothesis' own name: it would make strategies of these rules for every program, which takes long
@@ -83,6 +85,7 @@ class RuleSwarm(RuleStrategy):
         if self._share is None:
             self._share = data.draw_integer(0, _SHARES)
             if self._share == 0:
+                self._leave_out()
                 data.mark_invalid("the simplest program repeats one rule")
         if self._first:
             rule = self._first.pop(data.draw_integer(0, len(self._first) - 1) if len(self._first) > 1 else 0)

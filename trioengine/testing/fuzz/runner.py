@@ -27,7 +27,9 @@ QUICK = 0.2  # seconds of the processor's time, after the first interrupt
 MUCH_SLOWER = 5  # than any rule until then
 LONG = 8  # rules of a program for which a shorter one is looked for,
 MORE_PROGRAMS = 3  # among this many times the programs that were run before,
-LEAST_PROGRAMS = 300  # and no fewer than these
+LEAST_PROGRAMS = 300  # but at least and at most so many,
+MOST_PROGRAMS = 3000
+ANOTHER_SEED = 1 << 32  # which is added to the seed
 BATCH = 10  # programs of one configuration in a row, and between two looks at the clock
 COLLECT_AFTER = 7_000  # objects: the garbage of a few programs
 
@@ -96,6 +98,7 @@ class Fuzzer:
         self._findings: list[Finding] = []  # that have their tracebacks
         self._last: Program | None = None
         self._shortest: tuple[Exception, Program] | None = None  # of the programs that failed
+        self._is_flaky = False  # the program that failed did not fail again
 
     def _make(self) -> Machine:
         if self._interrupts_left <= 0:
@@ -154,7 +157,7 @@ class Fuzzer:
             while report.failure is None and not self._is_over(examples, seconds) and not until(report):
                 count = BATCH if examples is None else min(BATCH, examples - report.programs)
                 self._run_batch(count)
-            if self._shrinks and report.failure is not None:
+            if self._shrinks and report.failure is not None and not self._is_flaky:
                 self._trim()
                 if report.program is not None and report.program.length > LONG:
                     self._look_for_a_shorter_one()
@@ -177,12 +180,18 @@ class Fuzzer:
             if self._progress is not None:
                 self._progress(report)
 
-        another = Fuzzer(self._machine, self._profile, ~report.seed, show, shrink=False)
-        found = another.run(examples=max(MORE_PROGRAMS * report.programs_to_find, LEAST_PROGRAMS))
-        if found.failure is not None and found.program is not None and report.program is not None:
-            another._trim()
-            if found.program.length < report.program.length:
-                report.failure, report.program = found.failure, found.program
+        another = Fuzzer(self._machine, self._profile, report.seed + ANOTHER_SEED, show, shrink=False)
+        found = another.report
+        with contextlib.suppress(Exception, Enough):  # the first finding counts
+            another.run(examples=min(max(MORE_PROGRAMS * report.programs_to_find, LEAST_PROGRAMS), MOST_PROGRAMS))
+            if found.failure is not None and not another._is_flaky:
+                another._trim()
+        report.programs += found.programs
+        report.passes += found.passes
+        if found.failure is None or another._is_flaky or found.program is None or report.program is None:
+            return
+        if found.program.length < report.program.length:
+            report.failure, report.program = found.failure, found.program
 
     def _is_over(self, examples: int | None, seconds: float | None) -> bool:
         is_over = examples is not None and self.report.programs >= examples
@@ -218,8 +227,7 @@ class Fuzzer:
                 self.report.failure, self.report.program = self._shortest
             if isinstance(exc, KeyboardInterrupt) or self._shortest is None:
                 raise
-            if isinstance(exc, Flaky) and self._interrupts_left > 0:  # else hypothesis has made it of Enough
-                return
+            self._is_flaky = isinstance(exc, Flaky) and self._interrupts_left > 0  # else hypothesis made it of Enough
 
 
 class Replayed(NamedTuple):
