@@ -63,7 +63,7 @@ def logprobs_after(runner, tokens):
     """The log-probabilities of the token after these, by token id; the cache's first blocks are overwritten."""
     blocks = [*range(-(-len(tokens) // runner.info.block_size))]
     params = ResolvedParams(temperature=0.0, seed=0)
-    sequence = Sequence(0, 0, list(tokens), len(tokens), params, frozenset(), block_table=blocks)
+    sequence = Sequence(0, 0, list(tokens), len(tokens), params, frozenset(), block_table=blocks, window_table=blocks)
     output = SchedulerOutput((ScheduledSequence(sequence, len(tokens)),))
     batch = make_batch(output, runner.info.block_size).to(runner.model.device)
     with torch.inference_mode():
@@ -95,6 +95,7 @@ def run(runner, prompts, params, limits, adapters=()):
         "kv_blocks_total": runner.info.kv_blocks_total,
         "block_size": runner.info.block_size,
         "state_slots": runner.info.state_slots,
+        "windows": runner.info.windows,
         **limits,
     }
     scheduler = Scheduler(Limits(**limits), drafter=runner)

@@ -101,7 +101,7 @@ def finish(prompt: list[int], sampling: ResolvedParams, **limits: int) -> tuple[
     scheduler.add(sequence)
     (end,) = run_all(scheduler, runner)
     assert sequence.status is SequenceStatus.FINISHED
-    assert scheduler.blocks.num_held == 0
+    assert scheduler.blocks.full.num_held == 0
     assert sequence.token_ids[len(prompt) :] == answer(prompt, sampling, scheduler.limits.max_sequence_len)
     assert isinstance(end, TokensRow)
     return end.finish_reason, sequence.token_ids[len(prompt) :]

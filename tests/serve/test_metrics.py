@@ -47,7 +47,14 @@ NAMES = {
     "gauge": [
         *("num_requests_running", "num_requests_waiting", "num_requests_suspended"),
         *("num_sessions", "num_waiting_for_slot"),
-        *("kv_cache_usage_perc", "state_slot_usage_perc", "engine_sleep_state", "weight_version", "buffered_bytes"),
+        *(
+            "kv_cache_usage_perc",
+            "window_cache_usage_perc",
+            "state_slot_usage_perc",
+            "engine_sleep_state",
+            "weight_version",
+            "buffered_bytes",
+        ),
         *("payload_bytes_inflight", "payload_bytes_kept"),
     ],
     "counter": [

@@ -48,7 +48,9 @@ def text_tokens(model: str, count: int) -> list[int]:
 def logits_of(runner: TorchModelRunner, tokens: list[int]) -> Tensor:
     """The logits [len(tokens), vocab_size] behind every token, in float32; computed in chunks, as in a server."""
     info = runner.info
-    scheduler = Scheduler(Limits(info.vocab_size, info.max_model_len, info.kv_blocks_total, info.block_size))
+    scheduler = Scheduler(
+        Limits(info.vocab_size, info.max_model_len, info.kv_blocks_total, info.block_size, windows=info.windows)
+    )
     scheduler.add(Sequence(0, 0, list(tokens), len(tokens), ResolvedParams(temperature=0.0, max_tokens=1), frozenset()))
     found = []
     while scheduler.has_work:

@@ -33,6 +33,7 @@ def start(runner, num_requests):
         chunked_prefill_size=1 << 15,
         enable_prefix_caching=False,
         state_slots=info.state_slots,
+        windows=info.windows,
     )
     scheduler = Scheduler(limits)
     for number in range(num_requests):

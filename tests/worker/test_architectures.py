@@ -126,7 +126,8 @@ def test_an_answer_goes_on_from_what_was_delivered(runner, variant):
 def test_logprobs_are_those_of_transformers(runner, variant):
     known = REFERENCE[variant]
     params = ResolvedParams(temperature=0.0, seed=0, logprobs=0, prompt_logprobs=1, max_tokens=1)
-    sequence = Sequence(0, 0, list(PROMPT), 90, params, frozenset(), block_table=[3, 1, 4, 2, 9, 6])
+    blocks = [3, 1, 4, 2, 9, 6]
+    sequence = Sequence(0, 0, list(PROMPT), 90, params, frozenset(), block_table=blocks, window_table=blocks)
     copies = ()
     if runner.states is not None:
         sequence.state_slot, copies = 2, (StateCopy(PADDING_SLOT, 2),)

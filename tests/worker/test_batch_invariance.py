@@ -44,6 +44,7 @@ def answers(runner, prompts, lengths, **limits):
         "kv_blocks_total": runner.info.kv_blocks_total,
         "block_size": runner.info.block_size,
         "state_slots": runner.info.state_slots,
+        "windows": runner.info.windows,
         **limits,
     }
     scheduler, found = Scheduler(Limits(**limits)), [Answer() for _ in prompts]

@@ -119,7 +119,7 @@ class Model:
 
     def limits(self, **changes):
         info = self.runner.info
-        values = {"state_slots": info.state_slots, **changes}
+        values = {"state_slots": info.state_slots, "windows": info.windows, **changes}
         return Limits(info.vocab_size, CONTEXT, info.kv_blocks_total, info.block_size, **values)
 
     def _alone(self, number):

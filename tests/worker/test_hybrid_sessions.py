@@ -45,7 +45,7 @@ class Core:
     def __init__(self, runner):
         info = runner.info
         sizes = info.vocab_size, info.max_model_len, info.kv_blocks_total, info.block_size
-        self.core = EngineCore(runner, Limits(*sizes, state_slots=info.state_slots), lambda: 0.0)
+        self.core = EngineCore(runner, Limits(*sizes, state_slots=info.state_slots, windows=info.windows), lambda: 0.0)
         self.histories = {}
 
     def turn(self, session, new, base=None):

@@ -93,6 +93,11 @@ def check_audit(answer: Audited, expected: frozenset[int], attached: frozenset[i
         raise InvariantError(f"{blocks} KV blocks are accounted for, of {answer.kv_blocks_total}")
     if not answer.requests and answer.kv_blocks_held:
         raise InvariantError(f"{answer.kv_blocks_held} KV blocks are held though no request is there")
+    blocks = answer.window_blocks_free + answer.window_blocks_cached + answer.window_blocks_held
+    if blocks != answer.window_blocks_total:
+        raise InvariantError(f"{blocks} blocks of windows are accounted for, of {answer.window_blocks_total}")
+    if not answer.requests and answer.window_blocks_held:
+        raise InvariantError(f"{answer.window_blocks_held} blocks of windows are held though no request is there")
     slots = answer.state_slots_free + answer.state_slots_kept + answer.state_slots_held
     if slots != max(0, answer.state_slots_total - 1):
         raise InvariantError(

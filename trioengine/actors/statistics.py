@@ -39,6 +39,9 @@ class Statistics:
     state_slots_total: int  # of a model with states beside keys and values, without the one for padding; else 0
     state_slots_free: int
     state_slots_kept: int  # for the prefix cache
+    window_blocks_total: int  # of layers with windows that have blocks of their own; else 0
+    window_blocks_free: int
+    window_blocks_cached: int
     payload_bytes_inflight: int  # of images that are prepared, on their way to the worker, or of a suspended request
     payload_bytes_kept: int  # of images that are kept for later turns
     worker_sessions: int
@@ -66,6 +69,7 @@ def statistics_of(
     ledger, latest, current = gate.ledger, worker.latest, supervisor.current
     num_blocks = ready.kv_blocks_total if ready is not None else 0
     num_slots = max(0, ready.state_slots - 1) if ready is not None else 0
+    in_windows = ready.window_blocks_total if ready is not None else 0
     return Statistics(
         sessions=ledger.sessions,
         waiting_for_slot=gate.num_waiting_for_slot,
@@ -84,6 +88,9 @@ def statistics_of(
         state_slots_total=num_slots,
         state_slots_free=latest.state_slots_free if latest is not None else num_slots,
         state_slots_kept=latest.state_slots_kept if latest is not None else 0,
+        window_blocks_total=in_windows,
+        window_blocks_free=latest.window_blocks_free if latest is not None else in_windows,
+        window_blocks_cached=latest.window_blocks_cached if latest is not None else 0,
         payload_bytes_inflight=payloads.bytes_in_flight,
         payload_bytes_kept=payloads.bytes_kept,
         worker_sessions=len(current.link.connection.sessions) if current is not None else 0,
@@ -146,6 +153,8 @@ class WorkerCounts:
                 kv_blocks_cached=message.kv_blocks_cached,
                 state_slots_free=message.state_slots_free,
                 state_slots_kept=message.state_slots_kept,
+                window_blocks_free=message.window_blocks_free,
+                window_blocks_cached=message.window_blocks_cached,
             )
 
     def on_worker_lost(self) -> None:

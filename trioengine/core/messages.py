@@ -167,6 +167,7 @@ class Ready:
     quantization: str = "none"  # of the weights in use: gguf, int8: products of integers
     kv_cache_dtype: str = "float32"
     state_slots: int = 0  # of states beside keys and values, one of them for padding; 0: the model has none
+    window_blocks_total: int = 0  # of the KV cache, for layers with windows; 0: these share the blocks of the others
 
 
 @dataclass(slots=True)  # one for each token: a frozen one takes four times as long to make
@@ -209,6 +210,8 @@ class WorkerStatistics:
     accepted_tokens: int = 0  # of these: drafts that became part of answers
     state_slots_free: int = 0  # without a state
     state_slots_kept: int = 0  # used by no sequence, kept for the prefix cache
+    window_blocks_free: int = 0  # as kv_blocks_free, for layers with windows
+    window_blocks_cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +252,10 @@ class PayloadConsumed:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """The worker's state: blocks free + cached + held = total, and state slots free + kept + held = total - 1."""
+    """The worker's state: blocks free + cached + held = total, and state slots free + kept + held = total - 1.
+
+    Blocks of windows are for layers that have windows, where these do not share the others' blocks.
+    """
 
     audit: int
     sessions: tuple[int, ...]
@@ -263,6 +269,10 @@ class Audited:
     state_slots_free: int = 0
     state_slots_kept: int = 0
     state_slots_held: int = 0
+    window_blocks_total: int = 0
+    window_blocks_free: int = 0
+    window_blocks_cached: int = 0
+    window_blocks_held: int = 0
 
 
 @dataclass(frozen=True, slots=True)

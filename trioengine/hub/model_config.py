@@ -72,6 +72,11 @@ class TextConfig(Protocol):
         ...
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer: the tokens that a query sees, itself among them; None: all before it."""
+        ...
+
+    @property
     def state_parts(self) -> tuple[StatePart, ...]:
         """The parts of a sequence's state, in the order of the layers: one or two of each layer that has a state."""
         ...

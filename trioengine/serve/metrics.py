@@ -48,6 +48,12 @@ def _kv_cache_usage(statistics: Statistics) -> float:
     return (total - unused) / total if total else 0.0
 
 
+def _window_cache_usage(statistics: Statistics) -> float:
+    total = statistics.window_blocks_total
+    unused = statistics.window_blocks_free + statistics.window_blocks_cached
+    return (total - unused) / total if total else 0.0
+
+
 def _state_slot_usage(statistics: Statistics) -> float:
     total = statistics.state_slots_total
     unused = statistics.state_slots_free + statistics.state_slots_kept
@@ -80,6 +86,9 @@ GAUGES: Mapping[str, Count] = {
     ),
     "payload_bytes_kept": Count("Bytes of images kept for later turns", lambda counts: counts.payload_bytes_kept),
     "kv_cache_usage_perc": Count("KV blocks that requests hold, of all: 0 to 1", _kv_cache_usage),
+    "window_cache_usage_perc": Count(
+        "Blocks of windows that requests hold, of all: 0 to 1; 0 for a model without such blocks", _window_cache_usage
+    ),
     "state_slot_usage_perc": Count(
         "State slots that requests hold, of all: 0 to 1; 0 for a model without states", _state_slot_usage
     ),

@@ -315,6 +315,7 @@ class SimulatedWorker(SimulatedProcess):
             weight_version=self._weight_version,
             quantization=toy_quantization(self.runner.path),
             state_slots=limits.state_slots,
+            window_blocks_total=limits.windows.num_blocks,
         )
 
     def _send_all(self, messages: list[FromWorker]) -> None:

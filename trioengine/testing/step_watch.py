@@ -76,7 +76,20 @@ class StepWatch:
         room = len(sequence.block_table) * limits.block_size
         assert end <= room, f"a step computes {end} tokens of {name}, whose blocks have room for {room}"
         assert len(set(sequence.block_table)) == len(sequence.block_table), f"{name} has a block twice"
+        if limits.windows:
+            self._check_window(entry)
         assert not _has_ended(sequence, limits), f"a step continues {name}, which has ended: {sequence.params}"
+
+    def _check_window(self, entry: ScheduledSequence) -> None:
+        """The window table has the blocks that its tokens see and are written to, and no others before these."""
+        sequence, size = entry.sequence, self._limits.block_size
+        computed, table, behind = sequence.num_computed_tokens, sequence.window_table, sequence.num_behind
+        name, end = f"request {sequence.request}", computed + entry.num_new_tokens
+        room = (behind + len(table)) * size
+        assert end <= room, f"a step computes {end} tokens of {name}, whose blocks of windows end at {room}"
+        first = max(0, computed + 1 - self._limits.windows.size)
+        assert behind == first // size, f"{name} sees tokens from {first} on, and gave back {behind} blocks of windows"
+        assert len(set(table)) == len(table), f"{name} has a block of windows twice"
 
     def _check_written(self, entry: ScheduledSequence) -> None:
         """The blocks that a sequence writes to belong to no other one that runs."""
@@ -84,11 +97,15 @@ class StepWatch:
         first = sequence.num_computed_tokens // size
         last = (sequence.num_computed_tokens + entry.num_new_tokens - 1) // size
         written = sequence.block_table[first : last + 1]
+        in_windows = sequence.window_table[max(0, first - sequence.num_behind) : last + 1 - sequence.num_behind]
         saves = [slot for slot, _ in entry.saves]
         for other in self._live:
             taken = [slot for slot in (sequence.state_slot, *saves) if slot and slot == other.state_slot]
             assert other is sequence or not taken, f"request {sequence.request} writes a state of {other.request}"
-            shared = [] if other is sequence else [block for block in written if block in other.block_table]
+            if other is sequence:
+                continue
+            shared = [block for block in written if block in other.block_table]
+            shared += [block for block in in_windows if block in other.window_table]
             assert not shared, f"request {sequence.request} writes blocks {shared}, which {other.request} also has"
 
     def _check_order(self, began: Iterable[ScheduledSequence], arrivals: Mapping[int, bool]) -> None:

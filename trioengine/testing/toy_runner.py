@@ -27,6 +27,7 @@ from trioengine.testing.toy_model import (
 )
 from trioengine.testing.toy_states import ToyStates
 from trioengine.testing.toy_weights import TOY_PATH, toy_adapted, toy_quantization, toy_weights
+from trioengine.testing.toy_windows import ToyWindows
 from trioengine.worker.scheduling.images import Tile
 from trioengine.worker.scheduling.sequence import (
     BlockCopy,
@@ -52,7 +53,7 @@ class Crash(Exception):
 class ToyRunner:
     """A ModelRunner whose keys and values are `toy_value`s, in the slots that the block tables name.
 
-    It has states where there are slots for them.
+    It has states where there are slots for them, and layers with windows where there are blocks for these.
     Raises AssertionError for a step that StepWatch refuses, that reads values of another history or of a request with
     another cache salt or adapter, or that encodes a tile twice.
     """
@@ -66,6 +67,7 @@ class ToyRunner:
         self._begun: set[Sequence] = set()
         self._newly_begun: list[tuple[int, int, int]] = []
         self._slots: dict[int, int] = {}  # values in slots of the KV cache
+        self._windows = ToyWindows(limits) if limits.windows else None
         self._roots: dict[int, tuple[str, int]] = {}  # salt and adapter of the request that computed a slot's value
         self.adapters: dict[int, str] = {}  # paths, by number
         self._weights: int | None = 0  # None: discarded
@@ -86,6 +88,8 @@ class ToyRunner:
     def sleep(self) -> None:
         self._slots.clear()
         self._roots.clear()
+        if self._windows is not None:
+            self._windows.reset()
         self._watch.reset()
         if self._states is not None:
             self._states.reset()
@@ -133,6 +137,8 @@ class ToyRunner:
         self._copy(output.copies)
         if self._states is not None:
             self._states.copy(output.state_copies)
+        if self._windows is not None:
+            self._windows.copy(output.window_copies)
         for entry in began:
             self._check_prefix(entry.sequence)
             self._begin(entry.sequence)
@@ -153,6 +159,8 @@ class ToyRunner:
                 self._roots[slots[position]] = root
             if self._states is not None:
                 self._states.advance(entry, partial(self._value, slots))
+            if self._windows is not None:
+                self._windows.advance(entry, partial(self._value, slots))
             if not entry.samples:
                 sampled += [self._scored(entry, None)] if entry.scores else []
                 continue

@@ -184,6 +184,7 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
             quantization=info.quantization,
             kv_cache_dtype=info.kv_cache_dtype,
             state_slots=info.state_slots,
+            window_blocks_total=info.windows.num_blocks,
         )
     )
     return core
@@ -208,6 +209,7 @@ def limits_of(config: WorkerConfig, info: ModelInfo) -> Limits:
         max_tiles_per_step=CPU_TILES if info.device == "cpu" else CUDA_TILES,
         encoder_cache_memory=config.encoder_cache_memory,
         state_slots=info.state_slots,
+        windows=info.windows,
     )
 
 

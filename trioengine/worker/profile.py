@@ -104,7 +104,7 @@ class ProfiledSteps:
         model, cache, states = self._runner.model, self._runner.cache, self._runner.states
         kernels = self._spec.kernels
         with torch.inference_mode():
-            cache.copy_blocks(output.copies)
+            cache.copy_blocks(output.copies, output.window_copies)
             if states is not None:
                 states.copy(output.state_copies)
             batch = self._measure("batch", lambda: make_batch(output, self._spec.layout.block_size).to(model.device))

@@ -20,7 +20,7 @@ BLOCK_SIZE = 4
 
 
 def counts(blocks: BlockManager) -> tuple[int, int, int]:
-    return blocks.num_free, blocks.num_cached, blocks.num_held
+    return blocks.full.num_free, blocks.full.num_cached, blocks.full.num_held
 
 
 def compute(blocks: BlockManager, sequence: Sequence) -> None:
@@ -194,11 +194,11 @@ def _leak(blocks: BlockManager, sequence: Sequence) -> None:
 
 
 def _free_twice(blocks: BlockManager, sequence: Sequence) -> None:
-    blocks._free.append(blocks._free[0])
+    blocks.full._free.append(blocks.full._free[0])
 
 
 def _free_while_held(blocks: BlockManager, sequence: Sequence) -> None:
-    blocks._free.append(sequence.block_table[0])
+    blocks.full._free.append(sequence.block_table[0])
 
 
 def _share_without_counting(blocks: BlockManager, sequence: Sequence) -> None:
@@ -206,15 +206,15 @@ def _share_without_counting(blocks: BlockManager, sequence: Sequence) -> None:
 
 
 def _lose_a_digest(blocks: BlockManager, sequence: Sequence) -> None:
-    blocks._by_digest.popitem()
+    blocks.full._by_digest.popitem()
 
 
 def _keep_what_holds_nothing(blocks: BlockManager, sequence: Sequence) -> None:
-    blocks._cached[blocks._free.pop()] = None
+    blocks.full._cached[blocks.full._free.pop()] = None
 
 
 def _branch_to_a_block_that_holds_nothing(blocks: BlockManager, sequence: Sequence) -> None:
-    blocks._by_branch[ROOT_DIGEST, 7] = blocks._free[0]
+    blocks.full._by_branch[ROOT_DIGEST, 7] = blocks.full._free[0]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,16 @@ from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE
 from trioengine.testing.toy_runner import ToyRunner
 from trioengine.worker.scheduling.engine_core import EngineCore
-from trioengine.worker.scheduling.sequence import Limits, Sampled, SchedulerOutput, Sequence, SequenceStatus
+from trioengine.worker.scheduling.sequence import (
+    MAX_FORCED,
+    NO_WINDOWS,
+    Limits,
+    Sampled,
+    SchedulerOutput,
+    Sequence,
+    SequenceStatus,
+    Windows,
+)
 
 
 @dataclass
@@ -85,9 +94,17 @@ class EngineCoreMachine(SessionMachine):
         max_model_len=st.integers(2, 40),
         enable_prefix_caching=st.booleans(),
         state_slots=st.sampled_from([0, 0, 2, 3, 6]),
+        window=st.integers(0, 9),
+        window_blocks=st.integers(0, 8),
     )
-    def start(self, **limits: int) -> None:
-        self.limits = Limits(vocab_size=VOCAB_SIZE, **limits)  # type: ignore[arg-type]
+    def start(self, window: int, window_blocks: int, **limits: int) -> None:
+        if window and not limits["state_slots"]:
+            held = window + limits["max_num_batched_tokens"] + MAX_FORCED
+            least = min(limits["kv_blocks_total"], 1 + -(-held // limits["block_size"]))
+            windows = Windows(window, min(limits["kv_blocks_total"], least + window_blocks))
+        else:
+            windows = NO_WINDOWS
+        self.limits = Limits(vocab_size=VOCAB_SIZE, windows=windows, **limits)  # type: ignore[arg-type]
         self.runner = CheckingRunner(self.limits)
         self.core = EngineCore(self.runner, self.limits, lambda: 0.0)
         self.mirrors = {}
@@ -181,6 +198,9 @@ class EngineCoreMachine(SessionMachine):
         slots = (audited.state_slots_free, audited.state_slots_kept, audited.state_slots_held)
         assert min(slots) >= 0
         assert sum(slots) == max(0, self.limits.state_slots - 1)
+        in_windows = (audited.window_blocks_free, audited.window_blocks_cached, audited.window_blocks_held)
+        assert min(in_windows) >= 0
+        assert sum(in_windows) == audited.window_blocks_total == self.limits.windows.num_blocks
 
     @invariant()
     def books_agree(self) -> None:
@@ -206,6 +226,7 @@ class EngineCoreMachine(SessionMachine):
         assert statistics.num_sessions == statistics.num_running == statistics.num_waiting == 0
         assert statistics.kv_blocks_free + statistics.kv_blocks_cached == statistics.kv_blocks_total
         assert statistics.state_slots_free + statistics.state_slots_kept == max(0, self.limits.state_slots - 1)
+        assert statistics.window_blocks_free + statistics.window_blocks_cached == self.limits.windows.num_blocks
 
     def take(self, replies: list[FromWorker]) -> None:
         for reply in replies:

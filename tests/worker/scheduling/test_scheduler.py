@@ -47,7 +47,7 @@ def test_a_failed_sequence_fails_alone_and_its_blocks_are_not_cached() -> None:
     assert ends[1] == RequestFailed(1, 1, "sampling_failed", "failed on request")
     assert failed.token_ids == [1] * 20
     assert ends[2].finish_reason is FinishReason.LENGTH
-    assert scheduler.blocks.num_cached == 2
+    assert scheduler.blocks.full.num_cached == 2
     scheduler.add(sequence_of(3, [1] * 20))
     run_all(scheduler, runner)
     assert scheduler.statistics(0).prefix_cache_hits == 0
@@ -65,7 +65,7 @@ def test_abort_in_every_state() -> None:
         scheduler.check_integrity()
         assert scheduler.abort(request) is None
     assert not scheduler.has_work
-    assert scheduler.blocks.num_held == 0
+    assert scheduler.blocks.full.num_held == 0
 
 
 def test_misuse_is_noticed() -> None:

@@ -183,7 +183,7 @@ def test_answers_are_those_without_drafts(
         assert rows[sequence.request] == sequence.output == expected
         has_logprobs = sequence.params.logprobs is not None
         assert len(logprobs[sequence.request]) == (len(expected) if has_logprobs else 0)
-    assert scheduler.blocks.num_held == 0
+    assert scheduler.blocks.full.num_held == 0
     statistics = scheduler.statistics(0)
     assert 0 <= statistics.accepted_tokens <= statistics.draft_tokens
     assert statistics.generation_tokens == sum(map(len, rows.values()))

@@ -26,14 +26,14 @@ _CONTAINERS = (MutableMapping, MutableSet, list, deque, bytearray)
 _TENANTS = (inside.SessionActor, inside.Request, PowerChange, Sequence)  # whose time is over
 _FOREIGN = ("trioengine.testing.", "trioengine.hub.", "trioengine.text.")  # modules whose objects are not the engine's
 _CONSTANTS = (EngineConfig, Limits)
+_OF_A_POOL = ("free", "ref_counts", "cached", "contents", "by_digest", "by_branch")
 KEPT = frozenset(  # by the attributes that lead to them
     {
         *("engine.observers", "engine.gate.ledger.finish_reasons", "engine.gate.ledger.abort_causes"),
         *("engine.gate.ledger._states", "engine.grammars._good", "engine.adapters.by_name"),
-        *("worker._scheduler.blocks._free", "worker._scheduler.blocks._ref_counts"),
         "worker._adapters._loaded",
         # the prefix cache and the encoder cache
-        *(f"worker._scheduler.blocks.{name}" for name in ("_cached", "_contents", "_by_digest", "_by_branch")),
+        *(f"worker._scheduler.blocks.{pool}._{name}" for pool in ("full", "windowed") for name in _OF_A_POOL),
         *(f"worker._scheduler.blocks.states.{name}" for name in ("_free", "_kept")),
         *(f"worker._scheduler._waiters.pictures.{name}" for name in ("_pictures", "_unused")),
     }

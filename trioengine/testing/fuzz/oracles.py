@@ -344,6 +344,8 @@ def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Ses
     assert free == total, f"{total - free} KV blocks have no holder"
     free, slots = statistics.state_slots_free + statistics.state_slots_kept, max(0, worker.core.limits.state_slots - 1)
     assert free == slots, f"{slots - free} state slots have no holder"
+    in_windows = worker.core.limits.windows.num_blocks - statistics.window_blocks_free - statistics.window_blocks_cached
+    assert not in_windows, f"{in_windows} blocks of windows have no holder"
     in_flight = inside.num_in_flight(engine)
     waiting = inside.num_waiting_for_wake(engine)
     waits = f", but for {waiting} that wait for a wake" if waiting else ""

@@ -229,6 +229,11 @@ class Kernels(Protocol):
         ...
 
     @property
+    def has_window_tables(self) -> bool:
+        """Whether its attention reads layers with windows by tables of their own (`ForwardBatch.windowed`)."""
+        ...
+
+    @property
     def is_batch_invariant(self) -> bool:
         """Whether each token's results have the same bits whatever other tokens the step has."""
         ...

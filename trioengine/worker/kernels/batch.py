@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trioengine.core.errors import InvariantError
 from trioengine.core.messages import NO_ADAPTER
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.kernels.adapters import AdaptedRows, LoadedAdapter
@@ -71,6 +72,14 @@ class StateRows:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowTables:
+    """The blocks of layers with windows. In place of those behind the windows a table has the sequence's last one."""
+
+    slot_mapping: Tensor  # [num_tokens], int64
+    block_tables: IntArray  # [num_seqs, max_blocks]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """A step's tokens, flat: first the sequences with one new token, longest context first, then the others.
 
@@ -81,7 +90,7 @@ class ForwardBatch:
     positions: Tensor  # [num_tokens], int64
     slot_mapping: Tensor  # [num_tokens], int64: block * block_size + offset
     sample_rows: Tensor  # [num_samples], int64: rows of the sampled tokens, in the scheduler's order, then the padding
-    block_tables: IntArray  # [num_seqs, max_blocks], padded with the sequence's own first block
+    block_tables: IntArray  # [num_seqs, max_blocks], padded with a block of the sequence
     query_lens: IntArray  # [num_seqs]: new tokens
     context_lens: IntArray  # [num_seqs]: tokens before them and new ones
     num_decodes: int  # sequences with one new token
@@ -91,6 +100,14 @@ class ForwardBatch:
     states: StateRows | None = None  # of a model that has states
     num_padding: int = 0  # rows
     adapters: AdaptedRows | None = None  # None: no row has one
+    windowed: WindowTables | None = None  # None: all layers share their blocks
+
+    def in_windows(self) -> ForwardBatch:
+        """The same batch for layers that have blocks of windows. Raises InvariantError where it has no such tables."""
+        tables = self.windowed
+        if tables is None:
+            raise InvariantError("the KV cache has blocks of windows, and the step has no tables of these")
+        return replace(self, slot_mapping=tables.slot_mapping, block_tables=tables.block_tables, windowed=None)
 
     @property
     def output_rows(self) -> Tensor:
@@ -112,9 +129,10 @@ class ForwardBatch:
         """The same batch on that device, in few copies."""
         if self.token_ids.device == device:
             return self
-        moved = self.with_packed(self.packed.to(device))
+        moved, windowed = self.with_packed(self.packed.to(device)), self.windowed
         return replace(
             moved,
+            windowed=None if windowed is None else replace(windowed, slot_mapping=windowed.slot_mapping.to(device)),
             embeddings=None if self.embeddings is None else self.embeddings.to(device),
             score_rows=None if self.score_rows is None else self.score_rows.to(device),
             states=None if self.states is None else self.states.to(device),
@@ -152,8 +170,14 @@ def make_batch(
     ends = np.cumsum(query_lens)
     sequences = np.repeat(np.arange(len(entries)), query_lens)  # [num_tokens]
     positions = np.arange(ends[-1]) - np.repeat(ends - query_lens - computed, query_lens)
-    tables = _block_tables(entries, computed + query_lens, block_size)
-    slots = tables[sequences, positions // block_size] * block_size + positions % block_size
+    contexts = computed + query_lens
+    tables = _block_tables([(0, entry.sequence.block_table) for entry in entries], contexts, block_size)
+    windowed = [(entry.sequence.num_behind, entry.sequence.window_table) for entry in entries]
+    window_tables = _block_tables(windowed, contexts, block_size) if windowed[0][1] else None
+
+    def slots_of(tables: IntArray) -> Tensor:
+        return torch.from_numpy(tables[sequences, positions // block_size] * block_size + positions % block_size)
+
     last_rows = dict(zip(order, (ends - 1).tolist(), strict=True))
     starts = ends - query_lens
     samples = [
@@ -165,11 +189,11 @@ def make_batch(
     return ForwardBatch(
         token_ids=_tensor(_new_token_ids(entries)),
         positions=torch.from_numpy(positions),
-        slot_mapping=torch.from_numpy(slots),
+        slot_mapping=slots_of(tables),
         sample_rows=_tensor(samples),
         block_tables=tables,
         query_lens=query_lens,
-        context_lens=computed + query_lens,
+        context_lens=contexts,
         num_decodes=int(np.count_nonzero(query_lens == 1)),
         block_size=block_size,
         embeddings=_embeddings(entries, starts),
@@ -177,6 +201,7 @@ def make_batch(
         states=_state_rows(entries, sequences, ends) if _have_states(output.scheduled) else None,
         num_padding=len(rows),
         adapters=None if adapters is None else _adapted_rows(entries, query_lens, adapters),
+        windowed=None if window_tables is None else WindowTables(slots_of(window_tables), window_tables),
     )
 
 
@@ -191,13 +216,13 @@ def _new_token_ids(entries: list[ScheduledSequence]) -> list[int]:
     return ids
 
 
-def _block_tables(entries: list[ScheduledSequence], context_lens: IntArray, block_size: int) -> IntArray:
+def _block_tables(held: list[tuple[int, list[int]]], context_lens: IntArray, block_size: int) -> IntArray:
+    """`held`: the number of blocks that each sequence has given back, and those behind them."""
     counts = (context_lens + block_size - 1) // block_size
-    tables = np.empty((len(entries), int(counts.max())), dtype=np.int64)
-    for row, entry, count in zip(tables, entries, counts.tolist(), strict=True):
-        blocks = entry.sequence.block_table
-        row[:count] = blocks[:count]
-        row[count:] = blocks[0]
+    tables = np.empty((len(held), int(counts.max())), dtype=np.int64)
+    for row, (behind, blocks), count in zip(tables, held, counts.tolist(), strict=True):
+        row[behind:count] = blocks[: count - behind]
+        row[:behind] = row[count:] = row[count - 1]
     return tables
 
 

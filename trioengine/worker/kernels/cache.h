@@ -21,6 +21,7 @@ inline int part_size(int part) { return part == PARTS - 1 ? REST : LANES; }
 struct LayerCache {
     CacheElement *elements;  // [blocks, 2, kv_heads, BLOCK_SIZE * HEAD_DIM], keys first
     float *scales;           // [blocks, 2, kv_heads, BLOCK_SIZE], of a token's integers; null: not quantized
+    int64_t is_windowed;     // whether tables of windows name the blocks
 };
 
 // A sequence's keys and values of one head.

@@ -33,10 +33,10 @@ struct Decoder {
 
 struct Step {
     int64_t tokens;
-    const int64_t *positions, *slots;  // [tokens]
+    const int64_t *positions, *slots, *window_slots;  // [tokens]
     const Tile *tiles;
     int64_t num_tiles;
-    const int64_t *tables;  // [sequences, width]
+    const int64_t *tables, *window_tables;  // [sequences, width]
     int64_t width;
     const LayerCache *caches;    // one for each layer with keys and values
     void *const *states;         // [slots, …]: one for each layer with a convolution, two for one with a delta net
@@ -107,6 +107,8 @@ void norm_queries(Element *heads, int64_t queries, const HeadRow &row, const Nor
 void attend(const Decoder &d, const Layer &layer, const Step &s, const LayerCache &cache, const Scratch &scratch) {
     const int64_t queries = GROUP_SIZE * d.kv_heads;
     const HeadRow row{d.kv_heads, layer.has_gates != 0};
+    const int64_t *slots = cache.is_windowed ? s.window_slots : s.slots;
+    const int64_t *tables = cache.is_windowed ? s.window_tables : s.tables;
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < s.tokens; t++) {
         Element *heads = scratch.wide + t * row.size(), *keys = heads + row.keys();
@@ -117,9 +119,9 @@ void attend(const Decoder &d, const Layer &layer, const Step &s, const LayerCach
             for (int64_t h = 0; h < queries; h++) rotate_head(heads + h * row.step(), layer.rotary.size, cosines);
             for (int64_t h = 0; h < d.kv_heads; h++) rotate_head(keys + h * HEAD_DIM, layer.rotary.size, cosines);
         }
-        store_token(keys, d.kv_heads, s.slots[t], cache);
+        store_token(keys, d.kv_heads, slots[t], cache);
     }
-    const Tiles tiles{s.tiles, s.num_tiles, d.kv_heads, scratch.wide,   row, cache, s.tables, s.width,
+    const Tiles tiles{s.tiles, s.num_tiles, d.kv_heads, scratch.wide,   row, cache, tables, s.width,
                       d.scale, layer.window, scratch.narrow};
     if (scratch.sums == nullptr)
         attend_tiles(tiles);

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.hub.model_config import TextConfig
 from trioengine.worker.kernels.state_cache import dtype_of
-from trioengine.worker.scheduling.sequence import BlockCopy
+from trioengine.worker.scheduling.sequence import MAX_FORCED, NO_WINDOWS, BlockCopy, Windows
 
 _CPU_SHARE = 4  # a quarter of the free memory,
 _CPU_LIMIT = 4 << 30  # and at most 4 GiB
@@ -50,18 +51,33 @@ class KVCache:
     The memory is not touched before a block is used, and holds anything at all until then.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, num_layers: int, device: torch.device) -> None:
-        """Reserve the memory. Raises ModelError if it cannot be had."""
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        num_layers: int,
+        device: torch.device,
+        windows: Windows = NO_WINDOWS,
+        windowed: Sequence[bool] = (),
+    ) -> None:
+        """Reserve the memory. Raises ModelError if it cannot be had.
+
+        `windowed`: the layers that have the blocks of `windows`; empty: none has.
+        """
         self.layout = layout
-        shape = (num_blocks, 2 * layout.num_kv_heads)
-        elements, scales = (*shape, layout.block_size * layout.head_dim), (*shape, layout.block_size)
+        self.windowed = tuple(windowed) or (False,) * num_layers  # for each layer: whether it has blocks of windows
+        counts = [windows.num_blocks if is_windowed else num_blocks for is_windowed in self.windowed]
+        shapes = [(count, 2 * layout.num_kv_heads, layout.block_size) for count in counts]
         try:
-            self.layers = [torch.empty(elements, dtype=layout.dtype, device=device) for _ in range(num_layers)]
+            self.layers = [
+                torch.empty((*shape[:2], shape[2] * layout.head_dim), dtype=layout.dtype, device=device)
+                for shape in shapes
+            ]
             self.scales = [  # [num_blocks, 2 * num_kv_heads, block_size], a tensor a layer; none: not quantized
-                torch.empty(scales, dtype=_SCALE, device=device) for _ in range(num_layers * layout.is_quantized)
+                torch.empty(shape, dtype=_SCALE, device=device) for shape in shapes * layout.is_quantized
             ]
         except RuntimeError as exc:  # torch's for a lack of memory, also on a GPU
-            size = num_blocks * layout.block_size * layout.token_bytes * num_layers
+            size = sum(counts) * layout.block_size * layout.token_bytes
             raise ModelError(
                 f"{size} bytes for the KV cache cannot be had on {device}: lower kv_cache_memory (--kv-cache-memory)"
             ) from exc
@@ -80,18 +96,25 @@ class KVCache:
         values = self.layers[layer][:, layout.num_kv_heads :]
         return values.view(*values.shape[:2], layout.block_size, layout.head_dim)
 
-    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks of every layer at once: a block that is both source and target is read first."""
+    def copy_blocks(self, copies: Sequence[BlockCopy], window_copies: Sequence[BlockCopy] = ()) -> None:
+        """Copy blocks of every layer at once: a block that is both source and target is read first.
+
+        `window_copies` are for the layers that have blocks of windows.
+        """
+        for is_windowed, made in ((False, copies), (True, window_copies)):
+            self._copy([layer for layer, each in enumerate(self.windowed) if each is is_windowed], made)
+
+    def _copy(self, layers: Sequence[int], copies: Sequence[BlockCopy]) -> None:
         if copies:
             device = self.layers[0].device
             sources, targets, counts = torch.tensor(copies, device=device).unbind(1)
             behind = torch.arange(self.layout.block_size, device=device) >= counts[:, None]  # [num_copies, block_size]
             behind = behind[:, None, :, None]
-            for layer in range(len(self.layers)):
+            for layer in layers:
                 for part in (self.keys(layer), self.values(layer)):
                     part.index_copy_(0, targets, part.index_select(0, sources).masked_fill_(behind, 0))
-            for scales in self.scales:
-                scales.index_copy_(0, targets, scales.index_select(0, sources).masked_fill_(behind[..., 0], 0))
+                for scales in self.scales[layer : layer + 1]:
+                    scales.index_copy_(0, targets, scales.index_select(0, sources).masked_fill_(behind[..., 0], 0))
 
 
 def quantized(heads: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,18 +135,35 @@ def dequantized(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(integers, scales.unsqueeze(-1), out=torch.empty_like(integers, dtype=dtype))
 
 
+class CacheSizes(NamedTuple):
+    """How many blocks and state slots the memory holds."""
+
+    num_blocks: int
+    num_slots: int
+    windows: Windows
+
+
+class BlockBytes(NamedTuple):
+    """The bytes of a block in all layers of both kinds."""
+
+    full: int  # of those that see the whole context
+    windowed: int  # of those with blocks of windows
+
+
 def size_caches(
     config: WorkerConfig,
     model: TextConfig,
-    per_block: int,
+    per_block: BlockBytes,
+    window: int,
     dtype: torch.dtype,
     device: torch.device,
     weights: int,
     num_reserved: int = 0,
-) -> tuple[int, int]:
-    """Return how many blocks, and state slots, the memory holds beside `weights` bytes. Raises ModelError for none.
+) -> CacheSizes:
+    """Return how many blocks and state slots the memory holds beside `weights` bytes. Raises ModelError for none.
 
-    A block takes `per_block` bytes. Beside the blocks it holds `num_reserved` more, which no sequence gets.
+    `window`: the tokens that are seen in layers with blocks of windows; 0: there are no such layers. Beside the blocks
+    the memory holds `num_reserved` more, which no sequence gets.
 
     Slots are for all sequences of a step, as many states that the prefix cache keeps, and padding, if these take no
     more than half of the memory.
@@ -131,19 +171,44 @@ def size_caches(
     per_slot = sum(math.prod(part.shape) * dtype_of(part, dtype).itemsize for part in model.state_parts)
     most_slots = 2 * config.max_num_seqs + 1 if per_slot else 0
     if config.kv_blocks is not None:
-        return config.kv_blocks, most_slots if config.state_slots is None else config.state_slots
+        num_slots = most_slots if config.state_slots is None else config.state_slots
+        return CacheSizes(config.kv_blocks, num_slots, _windows(config, window, config.kv_blocks))
+    per_block_of_both = sum(per_block)
     memory = config.kv_cache_memory
     if memory is None:
-        memory = _free_on_cuda(config, device, weights, per_block) if device.type == "cuda" else _free_on_cpu()
+        on_cuda = device.type == "cuda"
+        memory = _free_on_cuda(config, device, weights, per_block_of_both) if on_cuda else _free_on_cpu()
     num_slots = max(2, min(most_slots, memory // 2 // per_slot)) if per_slot else 0
-    if memory < num_slots * per_slot + (1 + num_reserved) * per_block:
+    if memory < num_slots * per_slot + (1 + num_reserved) * per_block_of_both:
         states = f", and two state slots, which take {2 * per_slot} bytes" if per_slot else ""
         padding = ", and another for padding (without --cuda-graphs none)" if num_reserved else ""
         raise ModelError(
             f"kv_cache_memory (--kv-cache-memory) is too small: {memory} bytes hold no block "
-            f"of {config.block_size} tokens, which takes {per_block} bytes{padding}{states}"
+            f"of {config.block_size} tokens, which takes {per_block_of_both} bytes{padding}{states}"
         )
-    return (memory - num_slots * per_slot) // per_block - num_reserved, num_slots
+    num_blocks = (memory - num_slots * per_slot) // per_block_of_both - num_reserved
+    windows = _windows(config, window, num_blocks)
+    if windows.num_blocks and windows.num_blocks < num_blocks:
+        num_blocks = _most_blocks(config, model, (memory - windows.num_blocks * per_block.windowed), per_block.full)
+    return CacheSizes(num_blocks, num_slots, windows)
+
+
+def _windows(config: WorkerConfig, window: int, num_blocks: int) -> Windows:
+    """Blocks of windows beside `num_blocks` others: for all sequences of a step, but no more than these."""
+    if not window:
+        return NO_WINDOWS
+    size = config.block_size
+    in_windows = config.max_num_seqs * (2 + -(-window // size))  # of which the first and the last are seen in part
+    in_step = -(-(config.max_num_batched_tokens + MAX_FORCED) // size)
+    return Windows(window, min(num_blocks, in_windows + in_step))
+
+
+def _most_blocks(config: WorkerConfig, model: TextConfig, memory: int, per_block: int) -> int:
+    """As many as the memory holds, or, if all layers have windows, as all sequences of a step can have."""
+    if per_block:
+        return memory // per_block
+    context = min(model.max_position_embeddings, config.max_model_len or model.max_position_embeddings)
+    return config.max_num_seqs * -(-context // config.block_size)
 
 
 def _free_on_cpu() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from itertools import zip_longest
 from typing import Protocol
 
 import numpy as np
@@ -30,7 +29,7 @@ class Library(Protocol):
 class LayerCacheAddress(ctypes.Structure):
     """cache.h's LayerCache."""
 
-    _fields_ = (("elements", ctypes.c_void_p), ("scales", ctypes.c_void_p))
+    _fields_ = (("elements", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("is_windowed", ctypes.c_int64))
 
 
 class NativeAttention:
@@ -44,8 +43,9 @@ class NativeAttention:
         self._cache = cache  # the memory at the addresses
         self._num_kv_heads = cache.layout.num_kv_heads
         self.caches = caches
-        self.slots = batch.slot_mapping
-        self.tables = torch.from_numpy(batch.block_tables)
+        self.slots, self.tables = batch.slot_mapping, torch.from_numpy(batch.block_tables)
+        in_windows = batch.in_windows() if any(cache.windowed) else batch
+        self.window_slots, self.window_tables = in_windows.slot_mapping, torch.from_numpy(in_windows.block_tables)
         self.tiles = _tiles(batch, library.tile_size)
         self.num_segments = -(-int(batch.context_lens.max()) // SEGMENT_SIZE)  # of a sequence, at most
 
@@ -54,13 +54,15 @@ class NativeAttention:
         tokens, _, head_dim = heads.shape
         result = heads.new_empty((tokens, library.group_size * kv_heads * head_dim))
         at, cache = address(heads, library.dtype), ctypes.byref(self.caches[layer])
-        library.native.store(at, tokens, kv_heads, self.slots.data_ptr(), cache)
+        is_windowed = self._cache.windowed[layer]
+        slots, tables = (self.window_slots, self.window_tables) if is_windowed else (self.slots, self.tables)
+        library.native.store(at, tokens, kv_heads, slots.data_ptr(), cache)
         library.native.attend(
             at,
             kv_heads,
             cache,
-            self.tables.data_ptr(),
-            self.tables.shape[1],
+            tables.data_ptr(),
+            tables.shape[1],
             self.tiles.data_ptr(),
             len(self.tiles),
             scale,
@@ -75,8 +77,8 @@ def cache_addresses(cache: KVCache, dtype: torch.dtype) -> ctypes.Array[LayerCac
     if not cache.layout.transposes_keys:
         raise InvariantError("a native kernel got a KV cache whose keys are not transposed")
     elements = [address(layer, dtype) for layer in cache.layers]
-    scales = [address(scales, torch.float32) for scales in cache.scales]
-    layers = zip_longest(elements, scales)  # none: null
+    scales = [address(scales, torch.float32) for scales in cache.scales] or [0] * len(elements)  # null
+    layers = zip(elements, scales, cache.windowed, strict=True)
     return (LayerCacheAddress * len(elements))(*(LayerCacheAddress(*layer) for layer in layers))
 
 

@@ -77,6 +77,7 @@ class NativeKernels:
 
     name = "native"
     transposes_keys = True
+    has_window_tables = True
     is_batch_invariant = True  # each row by the same operations, in the order of its columns and its context
 
     def __init__(

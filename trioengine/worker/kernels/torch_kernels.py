@@ -36,6 +36,7 @@ class TorchKernels:
 
     name = "torch"
     transposes_keys = False
+    has_window_tables = True
     is_batch_invariant = False  # attention's products are padded to the longest context beside it
 
     def __init__(self, num_heads: int, dtype: torch.dtype) -> None:
@@ -90,7 +91,10 @@ class TorchKernels:
         results.mul_(torch.sigmoid(gates))
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
-        return TorchAttention(batch, cache, self._num_heads, self._dtype)
+        full = TorchAttention(batch, cache, self._num_heads, self._dtype)
+        if not any(cache.windowed):
+            return full
+        return ByLayer(cache, full, TorchAttention(batch.in_windows(), cache, self._num_heads, self._dtype))
 
     def decoder(self, config: TextConfig, weights: DecoderWeights) -> Decoder:
         return LayerByLayer(self, config, weights)
@@ -344,3 +348,13 @@ class TorchAttention:
             is_causal=mask is None,
             scale=view.scale,
         )
+
+
+class ByLayer:
+    """The attention of a step, for the layers that share all blocks, and for those that have blocks of windows."""
+
+    def __init__(self, cache: KVCache, full: TorchAttention, in_windows: TorchAttention) -> None:
+        self._attentions = [in_windows if is_windowed else full for is_windowed in cache.windowed]
+
+    def forward(self, layer: int, heads: Tensor, scale: float, window: int | None = None) -> Tensor:
+        return self._attentions[layer].forward(layer, heads, scale, window)

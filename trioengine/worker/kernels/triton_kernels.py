@@ -25,6 +25,7 @@ class TritonKernels(TorchKernels):
     """States and experts are computed by torch."""
 
     name = "triton"
+    has_window_tables = False
 
     def add(self, hidden: Tensor, delta: Tensor, residual: Residual) -> Tensor:
         num_rows, size = hidden.shape

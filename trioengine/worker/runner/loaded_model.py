@@ -51,7 +51,7 @@ class LoadedModel:
 
     def copy(self, output: SchedulerOutput) -> None:
         """Make a step's copies of blocks and states."""
-        self.cache.copy_blocks(output.copies)
+        self.cache.copy_blocks(output.copies, output.window_copies)
         if self.states is not None:
             self.states.copy(output.state_copies)
 

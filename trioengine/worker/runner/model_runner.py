@@ -60,6 +60,7 @@ class TorchModelRunner:
             kv_cache_dtype=str(spec.layout.dtype).removeprefix("torch."),
             vision=vision_of(spec),
             state_slots=spec.num_state_slots,
+            windows=spec.windows,
             embeds=spec.model.text.embeds,
         )
         self.processing = spec.model.images  # None: the model takes no images

@@ -15,10 +15,11 @@ from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.hub.model_config import ModelConfig, TextConfig
 from trioengine.worker.kernels import Kernels
-from trioengine.worker.kernels.kv_cache import KVCache, KVLayout, size_caches
+from trioengine.worker.kernels.kv_cache import BlockBytes, KVCache, KVLayout, size_caches
 from trioengine.worker.kernels.state_cache import StateCache
 from trioengine.worker.runner.kernel_choice import StepGraphs, choose_graphs, choose_kernels
 from trioengine.worker.runner.linear_choice import LinearChoice
+from trioengine.worker.scheduling.sequence import NO_WINDOWS, Windows
 from trioengine.worker.weights import open_checkpoint
 from trioengine.worker.weights.checkpoint import Checkpoint, stored_sizes
 
@@ -44,6 +45,7 @@ class ModelSpec:
     num_blocks: int
     num_reserved: int  # blocks behind these, for padding
     num_state_slots: int  # 0: the model has no states
+    windows: Windows  # blocks of layers with windows; without them these share the others' blocks
 
     @staticmethod
     def read(config: WorkerConfig) -> ModelSpec:
@@ -62,9 +64,12 @@ class ModelSpec:
             _check_draft(draft, specs[0], config.max_model_len)
         num_reserved = int(any(spec.graphs is not StepGraphs.NONE for spec in specs))
         model, dtype, device = specs[0].model.text, specs[0].dtype, specs[0].device
-        per_block = sum(spec.block_bytes for spec in specs)
+        window = _window_of(specs[0], config)
+        in_windows = specs[0].block_bytes(model.num_kv_layers - model.windows.count(None)) if window else 0
+        per_block = BlockBytes(sum(spec.block_bytes() for spec in specs) - in_windows, in_windows)
         weights = sum(spec.weight_bytes for spec in specs)
-        num_blocks, num_slots = size_caches(config, model, per_block, dtype, device, weights, num_reserved=num_reserved)
+        sizes = size_caches(config, model, per_block, window, dtype, device, weights, num_reserved=num_reserved)
+        num_blocks = sizes.num_blocks
         limits = (model.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
         return [
             replace(
@@ -72,15 +77,16 @@ class ModelSpec:
                 max_model_len=min(limit for limit in limits if limit is not None),
                 num_blocks=num_blocks,
                 num_reserved=num_reserved,
-                num_state_slots=num_slots,
+                num_state_slots=sizes.num_slots,
+                windows=sizes.windows if spec is specs[0] else NO_WINDOWS,
             )
             for spec in specs
         ]
 
-    @property
-    def block_bytes(self) -> int:
-        """Of a block's keys and values in all layers."""
-        return self.model.text.num_kv_layers * self.layout.token_bytes * self.layout.block_size
+    def block_bytes(self, num_layers: int | None = None) -> int:
+        """Of a block's keys and values in so many layers, or in all."""
+        num_layers = self.model.text.num_kv_layers if num_layers is None else num_layers
+        return num_layers * self.layout.token_bytes * self.layout.block_size
 
     @property
     def weight_bytes(self) -> int:
@@ -108,8 +114,9 @@ class ModelSpec:
         """The KV cache, and that of states, if the model has any; ModelError where the memory cannot be had."""
         parts = self.model.text.state_parts
         states = StateCache(parts, self.num_state_slots, self.dtype, self.device) if parts else None
-        num_blocks = self.num_blocks + self.num_reserved
-        return KVCache(self.layout, num_blocks, self.model.text.num_kv_layers, self.device), states
+        text, num_blocks = self.model.text, self.num_blocks + self.num_reserved
+        windowed = [window is not None for window in text.windows] if self.windows else ()
+        return KVCache(self.layout, num_blocks, text.num_kv_layers, self.device, self.windows, windowed), states
 
 
 def _unsized(config: WorkerConfig, path: str) -> ModelSpec:
@@ -139,7 +146,21 @@ def _unsized(config: WorkerConfig, path: str) -> ModelSpec:
             num_blocks=0,
             num_reserved=0,
             num_state_slots=0,
+            windows=NO_WINDOWS,
         )
+
+
+def _window_of(spec: ModelSpec, config: WorkerConfig) -> int:
+    """The tokens that layers with windows see, if these have blocks of their own, else 0.
+
+    They share the others' blocks in a context that is no longer, in a model with states, in padded steps, and where the
+    kernels have no tables for windows.
+    """
+    text = spec.model.text
+    context = min(text.max_position_embeddings, config.max_model_len or text.max_position_embeddings)
+    window = max((window for window in text.windows if window is not None), default=context)
+    shares = bool(text.state_parts) or spec.graphs is not StepGraphs.NONE or not spec.kernels.has_window_tables
+    return 0 if shares or window >= context else window
 
 
 def choose_device(name: str) -> torch.device:

@@ -310,15 +310,19 @@ class EngineCore:
             audit=message.audit,
             sessions=tuple(sorted(self._sessions)),
             requests=tuple(sorted(self.requests)),
-            kv_blocks_total=blocks.num_blocks,
-            kv_blocks_free=blocks.num_free,
-            kv_blocks_cached=blocks.num_cached,
-            kv_blocks_held=blocks.num_held,
+            kv_blocks_total=blocks.full.num_blocks,
+            kv_blocks_free=blocks.full.num_free,
+            kv_blocks_cached=blocks.full.num_cached,
+            kv_blocks_held=blocks.full.num_held,
             payloads=self._scheduler.payloads.outstanding,
             state_slots_total=blocks.states.num_slots,
             state_slots_free=blocks.states.num_free,
             state_slots_kept=blocks.states.num_kept,
             state_slots_held=blocks.states.num_held,
+            window_blocks_total=blocks.windowed.num_blocks,
+            window_blocks_free=blocks.windowed.num_free,
+            window_blocks_cached=blocks.windowed.num_cached,
+            window_blocks_held=blocks.windowed.num_held,
         )
 
     # ---- grammars ---------------------------------------------------------------------------------------------------

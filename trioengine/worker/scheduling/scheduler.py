@@ -15,11 +15,12 @@ a sequence gets one token of a step, as every decode, and the others in the room
 small step also verifies drafts of the next tokens (speculation.py): of these it keeps those that are sampled.
 
 Order, and why nothing starves: the waiting are sorted by arrival, always, the running by admission. Only the first of
-the waiting is admitted, and it gets blocks for all the tokens it has; only decodes need more blocks later, and when
-there are none the running sequence that was admitted last is preempted and takes its place among the waiting. So, while
-it is in the line, nothing is admitted before the oldest sequence, and it is only preempted for those that already ran;
-these end, and alone it fits, because `add` refuses longer ones. Without images running and waiting sequences
-together are sorted by arrival, and the oldest is never preempted for another.
+the waiting is admitted, and it gets blocks for all the tokens it has. Later only decodes need more blocks, and prompts
+blocks of windows (block_manager.py), of which they get those for one step. When there are none, the running sequence
+that was admitted last is preempted and takes its place among the waiting. So, while it is in the line, nothing is
+admitted before the oldest sequence, and it is only preempted for those that already ran; these end, and alone it fits,
+because `add` refuses longer ones. Without images running and waiting sequences together are sorted by arrival, and the
+oldest is never preempted for another.
 
 A sequence with images is out of the line, and can be overtaken, until their payloads have come, and whenever it would
 be admitted and has to compute a tile of which there are neither features nor pixels; then it comes back to its place.
@@ -83,6 +84,7 @@ class Scheduler:
             limits.block_size,
             enable_prefix_caching=limits.enable_prefix_caching,
             num_state_slots=limits.state_slots,
+            windows=limits.windows,
         )
         self._waiting: deque[Sequence] = deque()  # by arrival
         self._running: list[Sequence] = []  # by admission
@@ -187,7 +189,11 @@ class Scheduler:
                 raise InvariantError(f"{len(self._sequences)} sequences, and none of them can be scheduled")
             return None  # they have left the line for their images
         self._in_step = SchedulerOutput(
-            tuple(plan.scheduled), self.blocks.take_copies(), tuple(plan.encode), self.blocks.take_state_copies()
+            tuple(plan.scheduled),
+            self.blocks.take_copies(),
+            tuple(plan.encode),
+            self.blocks.take_state_copies(),
+            self.blocks.take_window_copies(),
         )
         return self._in_step
 
@@ -230,6 +236,7 @@ class Scheduler:
             if before // block_size != computed // block_size:
                 self.blocks.register(sequence, before)
                 self.blocks.finish_saves(sequence, entry.saves)
+            self.blocks.drop_behind(sequence)
             if row is not None and row.finish_reason is not None:
                 self._drop(sequence)
         if next(results, None) is not None:
@@ -254,9 +261,9 @@ class Scheduler:
             num_steps=self._num_steps,
             num_tokens=self._num_tokens,
             num_preemptions=self._num_preemptions,
-            kv_blocks_total=self.blocks.num_blocks,
-            kv_blocks_free=self.blocks.num_free,
-            kv_blocks_cached=self.blocks.num_cached,
+            kv_blocks_total=self.blocks.full.num_blocks,
+            kv_blocks_free=self.blocks.full.num_free,
+            kv_blocks_cached=self.blocks.full.num_cached,
             prefix_cache_queries=self._prefix_cache_queries,
             prefix_cache_hits=self._prefix_cache_hits,
             encoder_cache_queries=self.pictures.num_queries,
@@ -267,6 +274,8 @@ class Scheduler:
             accepted_tokens=self._accepted_tokens,
             state_slots_free=self.blocks.states.num_free,
             state_slots_kept=self.blocks.states.num_kept,
+            window_blocks_free=self.blocks.windowed.num_free,
+            window_blocks_cached=self.blocks.windowed.num_cached,
         )
 
     def check_integrity(self) -> None:
@@ -299,7 +308,7 @@ class Scheduler:
             if prefilling.to_encode(prefilling.num_computed_tokens):
                 return False
             left -= prefilling.num_tokens - prefilling.num_computed_tokens
-        num_blocks = blocks.num_free + blocks.num_cached
+        num_blocks = blocks.num_left
         for num_running, sequence in enumerate(self._waiting, len(self._running)):
             num_blocks -= -(-sequence.num_tokens // limits.block_size)
             if left <= 0 or num_running == limits.max_num_seqs or num_blocks < num_running:
@@ -312,14 +321,12 @@ class Scheduler:
 
     def _schedule_decodes(self, scheduled: list[ScheduledSequence]) -> None:
         """In order of arrival, a token of each; blocks for its forced tokens are there as well."""
-        block_size = self.limits.block_size
         for sequence in list(self._running):
             if sequence.status is not SequenceStatus.RUNNING:  # preempted for one before it
                 break
             if len(scheduled) == self.limits.max_num_batched_tokens or not sequence.is_decoding:
                 break
-            is_full = len(sequence.token_ids) > len(sequence.block_table) * block_size
-            if is_full and not self._make_room(sequence):
+            if not self.blocks.hold_all(sequence) and not self._make_room(sequence):
                 break
             scheduled.append(ScheduledSequence(sequence, 1))
 
@@ -328,15 +335,21 @@ class Scheduler:
         prefilling = self._prefilling
         if prefilling is not None:
             num_new_tokens = plan.fit(prefilling, prefilling.num_computed_tokens)
+            num_tokens = prefilling.num_computed_tokens + num_new_tokens
             if num_new_tokens > 0:
+                if not self._make_room(prefilling, num_tokens):
+                    return
                 plan.add_prompt(prefilling, num_new_tokens, self.blocks.begin_saves(prefilling, num_new_tokens))
-            if prefilling.num_computed_tokens + num_new_tokens < prefilling.num_tokens:
+            if num_tokens < prefilling.num_tokens:
                 return
         self._admit(plan)
 
-    def _make_room(self, sequence: Sequence) -> bool:
-        """Grow the sequence's block table, preempting the latest ones for it; False when that came to itself."""
-        while not self.blocks.grow(sequence):
+    def _make_room(self, sequence: Sequence, num_tokens: int | None = None) -> bool:
+        """Grow the sequence's block tables, preempting the latest ones for it; False when that came to itself.
+
+        Its window table is for `num_tokens`, or for all of them.
+        """
+        while not self.blocks.grow(sequence, num_tokens):
             latest = self._running.pop()
             self.blocks.release(latest)
             latest.status = SequenceStatus.PREEMPTED
@@ -361,7 +374,8 @@ class Scheduler:
                 self._join(self._waiters.decode(sequence, to_encode))
                 continue
             num_new_tokens = plan.fit(sequence, num_cached_tokens)
-            if num_new_tokens == 0 or not self.blocks.allocate(sequence, prefix, reserve=len(self._running)):
+            reserve = len(self._running)
+            if num_new_tokens == 0 or not self.blocks.allocate(sequence, prefix, num_new_tokens, reserve=reserve):
                 break
             if sequence.status is SequenceStatus.WAITING:
                 sequence.num_cached_tokens = num_cached_tokens

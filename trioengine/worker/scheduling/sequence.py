@@ -74,6 +74,8 @@ class Sequence:
     num_scored: int = 1  # tokens of the prompt whose logprobs were sent, if asked for; the first one has none
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
     block_table: list[int] = field(default_factory=list)  # token i lies in block_table[i // block_size]
+    window_table: list[int] = field(default_factory=list)  # the same in layers with windows, from block num_behind on
+    num_behind: int = 0  # blocks that none of the next tokens sees in these layers
     block_digests: list[bytes] = field(default_factory=list)  # of none, one, two… of its first blocks
     arrived_at: float = 0.0  # by the engine core's clock, as the next two
     started_at: float | None = None  # its first step began
@@ -208,6 +210,19 @@ class Sequence:
         )
 
 
+class Windows(NamedTuple):
+    """Blocks of the KV cache for layers with windows, beside those of the other layers."""
+
+    size: int = 0  # tokens that a query sees, itself among them; of several, the largest
+    num_blocks: int = 0
+
+    def __bool__(self) -> bool:
+        return self.size > 0
+
+
+NO_WINDOWS = Windows()  # the model has none, or keeps all blocks of these layers
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits by the configuration, the model and the KV cache. Raises ValueError if nothing could be scheduled."""
@@ -221,6 +236,7 @@ class Limits:
     chunked_prefill_size: int = 2048  # tokens of prompts in one step
     enable_prefix_caching: bool = True
     state_slots: int = 0  # of the model's states, one of them for padding; 0: it has none
+    windows: Windows = NO_WINDOWS
     embeds: bool = False  # an embedding model: prompts are embedded, and nothing is sampled
     tile: TileShape | None = None  # None: the model takes no images
     max_tiles_per_step: int = 1  # that are encoded
@@ -240,6 +256,10 @@ class Limits:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.state_slots == 1 or self.state_slots < 0:
             raise ValueError(f"state_slots must be 0 or at least 2, got {self.state_slots}")
+        longest = self.windows.size + self.max_num_batched_tokens + MAX_FORCED  # of which blocks are held together
+        least = min(self.kv_blocks_total, 1 + -(-longest // self.block_size))
+        if self.windows and self.windows.num_blocks < least:
+            raise ValueError(f"windows must have at least {least} blocks, got {self.windows.num_blocks}")
         if self.max_model_len < 2:
             raise ValueError(f"max_model_len must hold a prompt and a token, got {self.max_model_len}")
 
@@ -326,13 +346,15 @@ class SchedulerOutput:
 
     First the `copies` are made, all from the blocks' content before the step, and the tiles of `encode` get their
     features, `picture.features[number]`, from `picture.tiles`. Then all tiles of the scheduled tokens have features.
-    `state_copies` are made as `copies` are; then the slot of each sequence has the state behind its computed tokens.
+    `window_copies`, of blocks of windows, and `state_copies` are made as `copies` are; then the slot of each sequence
+    has the state behind its computed tokens.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
     copies: tuple[BlockCopy, ...] = ()
     encode: tuple[Tile, ...] = ()
     state_copies: tuple[StateCopy, ...] = ()
+    window_copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -408,4 +430,5 @@ class ModelInfo:
     kv_cache_dtype: str = "float32"
     vision: Vision | None = None  # None: the model takes no images
     state_slots: int = 0  # 0: it has no states beside keys and values
+    windows: Windows = NO_WINDOWS
     embeds: bool = False  # an embedding model
