@@ -24,6 +24,7 @@ from session_mutants import SESSION_MUTANTS
 from state_mutants import STATE_MUTANTS
 from text_mutants import TEXT_MUTANTS
 from tool_mutants import TOOL_MUTANTS
+from window_mutants import WINDOW_MUTANTS
 from worker_mutants import WORKER_MUTANTS
 
 
@@ -38,6 +39,7 @@ _AROUND_IT = (
     *IMAGE_MUTANTS,
     *WORKER_MUTANTS,
     *STATE_MUTANTS,
+    *WINDOW_MUTANTS,
     *ADAPTER_MUTANTS,
     *SERVER_MUTANTS,
     *RESUME_MUTANTS,

@@ -30,7 +30,7 @@ from trioengine.testing.simulated_process import SIGSEGV
 from trioengine.testing.simulated_worker import Health, SimulatedWorker
 from trioengine.testing.simulation import Simulation
 from trioengine.testing.toy_model import TOY_TILE, VOCAB_SIZE
-from trioengine.worker.scheduling.sequence import Limits
+from trioengine.worker.scheduling.sequence import Limits, Windows
 
 CONFIG = EngineConfig(
     model="toy",
@@ -75,7 +75,7 @@ VARIANTS = (
     Variant({"max_num_seqs": 1, "max_sessions": 2, "max_restarts": 1}, {"max_num_batched_tokens": 8, "state_slots": 3}),
     Variant(
         {"max_num_seqs": 4, "max_num_queued_reqs": 3, "num_speculative_tokens": 5},
-        {"kv_blocks_total": 24, "block_size": 4},
+        {"kv_blocks_total": 24, "block_size": 4, "windows": Windows(size=10, num_blocks=12)},
     ),
 )
 MORE_VARIANTS = (  # of the machines whose callers use an engine directly

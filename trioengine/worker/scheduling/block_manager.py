@@ -11,8 +11,8 @@ nor in part.
 Where prefixes part within a block, as after a chat template's first words, their common tokens are found by the parent
 and the first token: of several blocks with these, the latest. They are copied to a block of the new sequence.
 
-With windows a prefix ends where the blocks that the next token sees are there, too. Of a sequence that leaves, these
-are evicted last.
+With windows a prefix ends at a token for which the blocks that it sees are there in both kinds of layers. Of a sequence
+that leaves, these are evicted last.
 
 A model with states beside keys and values (state_slots.py) can only go on where a state is kept: behind a block, which
 may be one that a sequence has left half full. There a prefix ends. The states of a sequence are kept behind its last

@@ -211,7 +211,7 @@ class Sequence:
 
 
 class Windows(NamedTuple):
-    """Blocks of the KV cache for layers with windows, beside those of the other layers."""
+    """Blocks of the KV cache for layers with windows, which the other layers do not share."""
 
     size: int = 0  # tokens that a query sees, itself among them; of several, the largest
     num_blocks: int = 0
