@@ -10,10 +10,11 @@ import torch
 from helpers import tiny_decoders
 from helpers.random_checkpoint import write_checkpoint
 from helpers.tiny_llama import PROMPT
-from helpers.torch_driver import generate, load, reference
+from helpers.torch_driver import generate, load, reference, spoil
 from test_weights import new_writer, permuted, stored_as
 
 from trioengine.core.errors import ModelError
+from trioengine.core.power import ALL_TAGS
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT, StateCopy
@@ -121,6 +122,17 @@ def test_an_answer_goes_on_from_what_was_delivered(runner, variant):
     output = REFERENCE[variant]["output"]
     for delivered in (1, 17, 47):
         assert generate(runner, [PROMPT + output[:delivered]], 48 - delivered)[0] == [output[delivered:]]
+
+
+def test_an_answer_is_the_same_after_sleep(runner, variant):
+    expected = REFERENCE[variant]["output"][:12]
+    assert generate(runner, [PROMPT], 12)[0] == [expected]
+    runner.sleep()
+    runner.wake(ALL_TAGS)
+    for cache in (runner.cache, runner.states):
+        if cache is not None:
+            spoil(cache)
+    assert generate(runner, [PROMPT], 12)[0] == [expected]
 
 
 def test_logprobs_are_those_of_transformers(runner, variant):

@@ -22,7 +22,7 @@ from trioengine.core.messages import AddMessage, AddSession, EndSession, StopSes
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import token_ids
 from trioengine.worker.scheduling.engine_core import EngineCore
-from trioengine.worker.scheduling.sequence import Limits
+from trioengine.worker.scheduling.sequence import MAX_FORCED, Limits
 from trioengine.worker.scheduling.speculation import shared
 
 FEW = 25
@@ -61,6 +61,7 @@ MODELS = {  # name: size of the vocabulary, types of a GGUF file, or a variant o
         {"dtype": "bfloat16", "kv_cache_dtype": "int8", "block_size": 8},
     ),
     "windows and four norms": (200, "gemma3", {"quantization": "none", "block_size": 16}),
+    "windows of all layers": (200, "mistral-window", {"dtype": "bfloat16", "quantization": "int8", "block_size": 8}),
     "convolutions": (200, "lfm2-biases", {"dtype": "bfloat16", "quantization": "int8", "block_size": 5}),
     "delta nets": (200, "qwen3_5", {"dtype": "bfloat16", "quantization": "int8", "block_size": 8}),
     "delta nets in float32": (200, "qwen3_5-even", {"quantization": "none", "block_size": 5}),
@@ -255,9 +256,15 @@ LIMITS = st.fixed_dictionaries(
 )
 
 
+def fewest(limits, blocks):
+    """As few blocks of windows as one sequence may need."""
+    longest = limits.windows.size + limits.max_num_batched_tokens + MAX_FORCED
+    return limits.windows and limits.windows._replace(num_blocks=min(blocks, 1 + -(-longest // limits.block_size)))
+
+
 def run_program(model, limits, blocks, operations):
     limits = model.limits(max_num_batched_tokens=limits["chunked_prefill_size"] + 16, **limits)
-    life = Life(model, replace(limits, kv_blocks_total=blocks))
+    life = Life(model, replace(limits, kv_blocks_total=blocks, windows=fewest(limits, blocks)))
     for name, argument in operations:
         match name:
             case "add":
