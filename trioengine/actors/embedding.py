@@ -31,7 +31,7 @@ AT_ONCE = 64  # inputs of a call that have a slot, or wait for one
 
 def embedding_size(runtime: Runtime) -> int:
     """Return the numbers in an embedding. Raises RequestRejected if the model generates texts instead."""
-    size = runtime.model.embedding_size
+    size = runtime.files.model.embedding_size
     if size is None:
         raise RequestRejected("embeddings_not_supported", "the model generates texts: it is not an embedding model")
     return size
@@ -74,7 +74,7 @@ async def embed_all(
     dimensions = check_dimensions(dimensions, embedding_size(runtime))
     given, ports = listed(inputs), runtime.ports
     is_long = sum(len(each) for each in given if isinstance(each, str)) > ports.thread_threshold
-    tokenize = partial(input_token_ids, given, "inputs", runtime.tokenizer, runtime.limits)
+    tokenize = partial(input_token_ids, given, "inputs", runtime.files.tokenizer, runtime.limits)
     prompts = await ports.run_in_thread(tokenize) if is_long else tokenize()
     vectors = await EmbeddingCall(runtime, prompts, deadline=deadline, wait=wait, label=label).run()
     return Embeddings(tuple(vector_of(each, dimensions) for each in vectors), Usage(sum(map(len, prompts)), 0, 0))

@@ -98,7 +98,7 @@ class Engine:
     @property
     def tokenizer(self) -> ChatTokenizer:
         """`encode`, `decode` and `apply_chat_template`. EngineOverloaded until the model's files are read."""
-        return self.runtime.tokenizer
+        return self.runtime.files.tokenizer
 
     @property
     def limits(self) -> Ready:
@@ -130,11 +130,7 @@ class Engine:
         runtime = self.runtime
         try:
             with self._finding:
-                path = await runtime.ports.find_model(self.config.model, self._on_progress)
-                await runtime.read_model(path)
-                if self.config.draft_model is not None:
-                    draft_path = await runtime.ports.find_model(self.config.draft_model, self._on_progress)
-                    await runtime.read_draft_model(draft_path)
+                path = await runtime.read_models(self._on_progress)
             if self._closing.is_set():
                 return
             async with open_unwrapped_nursery() as services:
@@ -442,7 +438,7 @@ class Engine:
         Raises RequestRejected for a name that is taken and for files that do not fit the model, EngineOverloaded until
         the model's files are read. Cancelled, nothing is added.
         """
-        await self.runtime.adapters.add(name, path, self.runtime.model)
+        await self.runtime.adapters.add(name, path, self.runtime.files.model)
 
     @names_checked
     def unload_adapter(self, name: str) -> None:
