@@ -39,17 +39,17 @@ async def open_session(runtime: Runtime, session: SessionActor) -> None:
 
     Raises the refusal, RequestRejected for a bad history, and SessionEnded if the session was ended meanwhile.
     """
-    gate = runtime.gate
+    gate, opening = runtime.gate, session.opening
     with runtime.sessions.opening(session):
-        await gate.admit(gate.sessions, partial(runtime.adopt, session), wait=session.wait, deadline=session.deadline)
-    images = RequestImages(runtime.images, wait=session.wait, deadline=session.deadline)
+        await gate.admit(gate.sessions, partial(runtime.adopt, session), wait=opening.wait, deadline=opening.deadline)
+    images = RequestImages(runtime.images, wait=opening.wait, deadline=opening.deadline)
     try:
-        history, sources = runtime.take_images(session.history, where="history")
-        session.history = None
+        history, sources = runtime.take_images(opening.history, where="history")
+        opening.history = None
         history = put_images(history, await images.admit(sources))
         if session.end_cause is not None:  # a thread that copies images is not cancelled
             raise session.ended_error()
-        session.begin(Conversation(runtime.files.tokenizer, history, session.variables))
+        session.begin(Conversation(runtime.files.tokenizer, history, opening.variables))
     except BaseException:
         session.end()
         raise
@@ -145,7 +145,7 @@ async def _admit(entry: _Entry) -> None:
 async def _reserve(entry: _Entry) -> None:
     """Wait for a slot, as far as the caller allows, and take it. Raises TimedOut if the deadline passes first."""
     session, request, gate = entry.session, entry.request, entry.runtime.gate
-    if session.opens_with_request:
+    if session.opening.by_request:
         await open_session(entry.runtime, session)
     with trio.move_on_at(request.deadline.at):
         while session.phase is Phase.STOPPING and session.request is not None:

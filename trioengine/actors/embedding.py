@@ -14,6 +14,7 @@ from trioengine.actors.generation import Generation
 from trioengine.actors.request import Request
 from trioengine.actors.runtime import Runtime
 from trioengine.actors.session_actor import SessionActor
+from trioengine.actors.session_opening import SessionOpening
 from trioengine.aio.concurrency import Deadline
 from trioengine.core.checks import BYTES, kind_of, rejected
 from trioengine.core.embedding import MAX_INPUTS, Embeddings, check_dimensions, vector_of
@@ -149,7 +150,7 @@ class EmbeddingCall:
 
     async def _embed(self, token_ids: Sequence[int], wait: bool | None) -> bytes:
         runtime = self._runtime
-        session = runtime.new_session(wait=wait, deadline=self._deadline, opens_with_request=True)
+        session = runtime.new_session(SessionOpening(wait=wait, deadline=self._deadline, by_request=True))
         request = Request(
             self._params,
             session=session,

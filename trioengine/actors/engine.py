@@ -18,6 +18,7 @@ from trioengine.actors.ports import Ports
 from trioengine.actors.power_change import Level, ModeName, PowerChange, PowerState, StateSubscription, Weights
 from trioengine.actors.runtime import Runtime
 from trioengine.actors.session import Session
+from trioengine.actors.session_opening import SessionOpening
 from trioengine.actors.statistics import Statistics, statistics_of
 from trioengine.aio.calls import whole_answer
 from trioengine.aio.concurrency import deadline_after, open_unwrapped_nursery
@@ -214,15 +215,9 @@ class Engine:
         `overflow` or `adapter`, and template variables that are not JSON or not the caller's to set, raise
         RequestRejected here.
         """
-        state = self.runtime.new_session(
-            label=label,
-            history=history,
-            wait=wait,
-            overflow=overflow,
-            deadline=deadline_after(timeout),
-            variables=checked_variables(chat_template_kwargs),
-            adapter=adapter,
-        )
+        deadline, variables = deadline_after(timeout), checked_variables(chat_template_kwargs)
+        opening = SessionOpening(history, variables=variables, wait=wait, deadline=deadline)
+        state = self.runtime.new_session(opening, label=label, overflow=overflow, adapter=adapter)
         return Session(self.runtime, state)
 
     @whole_answer
@@ -246,9 +241,8 @@ class Engine:
 
         Errors and keywords as in Session.generate; an adapter that is not loaded raises RequestRejected.
         """
-        state = self.runtime.new_session(
-            wait=wait, deadline=deadline_after(timeout), opens_with_request=True, adapter=adapter
-        )
+        opening = SessionOpening(wait=wait, deadline=deadline_after(timeout), by_request=True)
+        state = self.runtime.new_session(opening, adapter=adapter)
         generation = Session(self.runtime, state).generate(
             prompt,
             merged_params(params, options),

@@ -8,8 +8,8 @@ causes transitions, and drains the effects that they added (`_carry_out`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,17 +30,12 @@ from trioengine.actors.ports import Ports
 from trioengine.actors.power import PowerActor
 from trioengine.actors.recovery import Recovery
 from trioengine.actors.request import Request
-from trioengine.actors.session_actor import (
-    AnswerBegan,
-    RequestSettled,
-    SessionActor,
-    SessionDetached,
-    SessionFreed,
-)
+from trioengine.actors.session_actor import AnswerBegan, RequestSettled, SessionActor, SessionFreed
+from trioengine.actors.session_opening import SessionOpening
+from trioengine.actors.session_task import run_session
 from trioengine.actors.sessions import Sessions
 from trioengine.actors.statistics import WorkerCounts
 from trioengine.actors.supervisor import Settlement, Supervisor
-from trioengine.aio.concurrency import NEVER, Deadline
 from trioengine.core.config import EngineConfig, WorkerConfig
 from trioengine.core.errors import (
     EngineError,
@@ -68,10 +63,16 @@ from trioengine.core.messages import (
 )
 from trioengine.core.power import sorted_tags
 from trioengine.core.sampling_params import Overflow
-from trioengine.text.chat_template import NO_VARIABLES
 
 logger = logging.getLogger("trioengine")
 Part = TypeVar("Part")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionDetached:
+    """Effect: the worker has let go of the session."""
+
+    session: SessionActor
 
 
 class Runtime:
@@ -168,14 +169,10 @@ class Runtime:
 
     def new_session(
         self,
+        opening: SessionOpening,
         *,
         label: str | None = None,
-        history: Sequence[Mapping[str, Any]] | None = None,
-        wait: bool | None = None,
         overflow: Overflow = "refuse",
-        deadline: Deadline = NEVER,
-        opens_with_request: bool = False,
-        variables: Mapping[str, Any] = NO_VARIABLES,
         adapter: str | Adapter | None = None,
     ) -> SessionActor:
         """A session without a slot. Raises RequestRejected for the name of an adapter that is not loaded."""
@@ -184,13 +181,9 @@ class Runtime:
             self.effects,
             self.images,
             self.observers,
+            opening=opening,
             label=label,
-            history=history,
-            wait=wait,
             overflow=overflow,
-            deadline=deadline,
-            opens_with_request=opens_with_request,
-            variables=variables,
             adapter=adapter if adapter is None or isinstance(adapter, Adapter) else self.adapters.find(adapter),
         )
 
@@ -199,7 +192,7 @@ class Runtime:
         session.id = self.gate.admit_session()
         assert self.nursery is not None, "sessions are admitted while the nursery is open"
         self.sessions.add(session)
-        self.nursery.start_soon(session.run, name=f"session-{session.id}")
+        self.nursery.start_soon(run_session, session, self.gate, name=f"session-{session.id}")
 
     # ---- effects --------------------------------------------------------------------------------------------------
 
