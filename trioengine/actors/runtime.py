@@ -100,7 +100,7 @@ class Runtime:
             observers=self.observers,
         )
         self.power = PowerActor(self.gate, self.sessions, self.recovery, self.supervisor, self._check_model)
-        self.auditor = Auditor()
+        self.auditor = Auditor(self.gate, self.sessions, self.images.budget)
         self.worker_counts = WorkerCounts()
         self.nursery: trio.Nursery | None = None  # of the sessions' tasks
         self._on_load = on_load
