@@ -62,7 +62,7 @@ class WorkerAttachment:
         self._link = link
 
     def carry_out(self, action: Action, session: int, request: Request | None, message: AddMessage | None) -> None:
-        """Post the message of an action; for ADD_MESSAGE this one, which is of the request in flight."""
+        """Post the message of an action of the table; `message` is the ADD_MESSAGE of the request in flight."""
         match action, request, message:
             case Action.POST_ADD_SESSION, _, _:
                 self._post(AddSession(session, self._adapter))
@@ -74,7 +74,7 @@ class WorkerAttachment:
             case Action.POST_END_SESSION, _, _:
                 self._post_stop(EndSession(session))
             case _:
-                raise AssertionError(f"{action.value}: no message, {request} in flight")
+                raise AssertionError(f"{action.value}: every state with a request in the table has its request")
 
     def _add_message(self, message: AddMessage, images: Iterable[PlacedImage]) -> None:
         """Pin the payloads of the message's images; the link gives the pins back."""

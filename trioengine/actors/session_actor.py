@@ -351,7 +351,7 @@ class SessionActor:
                     self._effects.append(SessionFreed(self))
                 case Action.SUSPEND:
                     self._suspend()
-                case action if action in SETTLING:
+                case _ if action in SETTLING:
                     self._settle()
                 case _:
                     self._attachment.carry_out(action, self.id, self.request, message)
