@@ -7,6 +7,7 @@ import pytest
 from trioengine import (
     ConnectionLost,
     EngineAsleep,
+    EngineClosed,
     EngineError,
     EngineOverloaded,
     RequestRejected,
@@ -16,6 +17,7 @@ from trioengine import (
     UnknownArgument,
     WorkerLost,
 )
+from trioengine.core.errors import session_error
 from trioengine.core.types import Cause, Completion, FinishReason, Usage
 
 
@@ -27,6 +29,8 @@ def test_errors_carry_their_fields():
     assert SessionEnded("over", cause="client").cause == "client"
     ended = SessionEnded.by("shutdown")
     assert (str(ended), ended.cause) == ("the session has ended (shutdown): open another one", "shutdown")
+    ended, closed = session_error(Cause.TIMEOUT), session_error(Cause.SHUTDOWN)
+    assert isinstance(ended, SessionEnded) and ended.cause == "timeout" and isinstance(closed, EngineClosed)
     assert TimedOut("late").completion is None
     lost = WorkerLost("gone", exit_code=-9, traceback="Traceback")
     assert (lost.exit_code, lost.traceback) == (-9, "Traceback")

@@ -7,6 +7,7 @@ from typing import Any
 from mutant import Mutant, replaced
 
 from trioengine.actors.attachment import WorkerAttachment
+from trioengine.core.lifecycle import Action
 from trioengine.core.messages import Adapter
 from trioengine.worker.scheduling import block_manager
 from trioengine.worker.scheduling.adapters import Adapters
@@ -16,11 +17,13 @@ def _forget_the_adapter(root_digest: Any) -> Any:
     return lambda cache_salt, adapter: root_digest(cache_salt)
 
 
-def _attach_without_it_later(add_session: Any) -> Any:
+def _attach_without_it_later(carry_out: Any) -> Any:
     posted: set[int] = set()
 
-    def mutant(self: WorkerAttachment, session: int, adapter: Adapter | None) -> None:
-        add_session(self, session, None if session in posted else adapter)
+    def mutant(self: WorkerAttachment, action: Action, session: int, *more: Any) -> None:
+        if action is Action.POST_ADD_SESSION and session in posted:
+            self._adapter = None
+        carry_out(self, action, session, *more)
         posted.add(session)
 
     return mutant
@@ -50,7 +53,7 @@ ADAPTER_MUTANTS = (
     Mutant(
         "F104",
         "a session that comes to a worker again has lost its adapter",
-        replaced(WorkerAttachment, "add_session", _attach_without_it_later),
+        replaced(WorkerAttachment, "carry_out", _attach_without_it_later),
         machine="PowerMachine",
         shows="the model's|of none of the weights",
     ),

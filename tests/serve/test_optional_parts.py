@@ -121,7 +121,7 @@ async def test_tokenizer_info(autojump_clock, clients):
     assert shown["chat_template"] == (tokenizer.template_source or None)
     special = {token["content"]: int(id) for id, token in shown["added_tokens_decoder"].items()}
     assert special == tokenizer.tokenizer.special_tokens
-    assert shown["eos_token"] is None and len(clients.engine.runtime.model.eos_token_ids) == 2
+    assert shown["eos_token"] is None and len(clients.engine.runtime.files.model.eos_token_ids) == 2
 
 
 async def test_tokenizer_info_needs_the_key(autojump_clock):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from helpers import tiny_decoders
 from helpers.random_checkpoint import write_checkpoint
+from helpers.tiny_gguf import new_writer, permuted, stored_as
 from helpers.tiny_llama import PROMPT
 from helpers.torch_driver import generate, load, reference, spoil
-from test_weights import new_writer, permuted, stored_as
 
 from trioengine.core.errors import ModelError
 from trioengine.core.power import ALL_TAGS

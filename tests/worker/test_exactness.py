@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from helpers import tiny_decoders
+from helpers.tiny_gguf import write_gguf
 from helpers.torch_driver import load, needs_compiler, spoil
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from test_weights import write_gguf
 
 from trioengine.core.messages import AddMessage, AddSession, EndSession, StopSession, Tokens
 from trioengine.core.sampling_params import ResolvedParams

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import tiny_decoders
+from helpers.tiny_gguf import write_gguf
 from helpers.torch_driver import load, needs_compiler
 from quality import logits_of
 from test_batch_invariance import answers, same
 from test_scoring import run
-from test_weights import write_gguf
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.sampling_params import ResolvedParams

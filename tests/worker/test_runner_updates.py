@@ -15,8 +15,8 @@ from helpers.sleeping_runner import (
     asleep,
     fall_asleep,
 )
+from helpers.tiny_gguf import write_gguf
 from helpers.torch_driver import load, needs_compiler
-from test_weights import write_gguf
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError

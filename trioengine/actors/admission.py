@@ -39,17 +39,17 @@ async def open_session(runtime: Runtime, session: SessionActor) -> None:
 
     Raises the refusal, RequestRejected for a bad history, and SessionEnded if the session was ended meanwhile.
     """
-    gate = runtime.gate
+    gate, opening = runtime.gate, session.opening
     with runtime.sessions.opening(session):
-        await gate.admit(gate.sessions, partial(runtime.adopt, session), wait=session.wait, deadline=session.deadline)
-    images = RequestImages(runtime.images, wait=session.wait, deadline=session.deadline)
+        await gate.admit(gate.sessions, partial(runtime.adopt, session), wait=opening.wait, deadline=opening.deadline)
+    images = RequestImages(runtime.images, wait=opening.wait, deadline=opening.deadline)
     try:
-        history, sources = runtime.take_images(session.history, where="history")
-        session.history = None
+        history, sources = runtime.take_images(opening.history, where="history")
+        opening.history = None
         history = put_images(history, await images.admit(sources))
         if session.end_cause is not None:  # a thread that copies images is not cancelled
             raise session.ended_error()
-        session.begin(Conversation(runtime.tokenizer, history, session.variables))
+        session.begin(Conversation(runtime.files.tokenizer, history, opening.variables))
     except BaseException:
         session.end()
         raise
@@ -145,7 +145,7 @@ async def _admit(entry: _Entry) -> None:
 async def _reserve(entry: _Entry) -> None:
     """Wait for a slot, as far as the caller allows, and take it. Raises TimedOut if the deadline passes first."""
     session, request, gate = entry.session, entry.request, entry.runtime.gate
-    if session.opens_with_request:
+    if session.opening.by_request:
         await open_session(entry.runtime, session)
     with trio.move_on_at(request.deadline.at):
         while session.phase is Phase.STOPPING and session.request is not None:
@@ -181,7 +181,7 @@ async def _prepare(entry: _Entry) -> None:
 
 def _check_task(runtime: Runtime, params: SamplingParams) -> None:
     """Raise RequestRejected for a prompt to answer or to score, if the model only embeds texts."""
-    embeds = runtime.model.embedding_size is not None
+    embeds = runtime.files.model.embedding_size is not None
     if embeds and not params.embeds:
         hint = "use engine.embed, or POST /v1/embeddings"
         raise RequestRejected(
@@ -193,7 +193,7 @@ def _check_task(runtime: Runtime, params: SamplingParams) -> None:
 def _tools(entry: _Entry, asked: AskedTools) -> Tools:
     """Return the tools in the form of the model, and get ready for calls in the answer."""
     request, runtime = entry.request, entry.runtime
-    tools = tools_of(asked, runtime.tokenizer.tool_form)
+    tools = tools_of(asked, runtime.files.tokenizer.tool_form)
     request.grammar = tools.grammar or request.grammar
     request.tool_answer = ToolAnswer(tools.form, f"call_{runtime.ports.mint_seed():016x}_")
     return tools
@@ -220,7 +220,7 @@ async def _follow(entry: _Entry, leader: Request) -> None:
 
 
 def _take_prepared(entry: _Entry, prepared: Prepared) -> None:
-    request, model = entry.request, entry.runtime.model
+    request, model = entry.request, entry.runtime.files.model
     if prepared.images:
         entry.open_images().pin(prepared.images)
     request.prepared = prepared
@@ -282,7 +282,7 @@ def _commit_now(entry: _Entry) -> None:
 
 def _resolved(runtime: Runtime, request: Request) -> ResolvedParams:
     """Return the parameters with the defaults of model and engine, max_tokens within the context, and a seed."""
-    params, defaults = request.params, runtime.sampling_defaults
+    params, defaults = request.params, runtime.files.sampling_defaults
     room = runtime.limits.max_model_len - request.num_prompt_tokens
     max_tokens = params.max_tokens
     if max_tokens is None:

@@ -1,7 +1,7 @@
 """The worker's side of a session: the tokens that the worker holds of it, and the messages that change them.
 
-The table in `core.lifecycle` decides when to post which message. Messages are effects: they leave after the
-transition.
+The table in `core.lifecycle` decides when to post which message, by its actions. Messages are effects: they leave after
+the transition.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from trioengine.actors.images import payload_of
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
 from trioengine.actors.payload import Payload
+from trioengine.actors.request import Request
+from trioengine.core.lifecycle import Action
 from trioengine.core.messages import Adapter, AddMessage, AddSession, EndSession, Message, StopSession
 from trioengine.core.types import TokenIds, token_ids
 from trioengine.text.chat_tokenizer import PlacedImage
@@ -34,11 +36,18 @@ class Post:
 class WorkerAttachment:
     """A session as a worker holds it: from ADD_SESSION to SESSION_ENDED or the worker's death, and then anew."""
 
-    __slots__ = ("_crash", "_effects", "_held", "_link", "_observers", "_stop_posted_at")
+    __slots__ = ("_adapter", "_crash", "_effects", "_held", "_link", "_observers", "_stop_posted_at")
 
-    def __init__(self, effects: Effects, observers: Sequence[Observer], crash: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        effects: Effects,
+        observers: Sequence[Observer],
+        adapter: Adapter | None,
+        crash: Callable[[Exception], None],
+    ) -> None:
         self._effects = effects
         self._observers = observers
+        self._adapter = adapter  # of all requests of the session
         self._crash = crash
         self._link: Link | None = None
         self._held: TokenIds = token_ids()  # known to be held by the worker
@@ -52,11 +61,22 @@ class WorkerAttachment:
         """Post to this worker from now on."""
         self._link = link
 
-    def add_session(self, session: int, adapter: Adapter | None) -> None:
-        self._post(AddSession(session, adapter))
-        self._held = token_ids()
+    def carry_out(self, action: Action, session: int, request: Request | None, message: AddMessage | None) -> None:
+        """Post the message of an action of the table; `message` is the ADD_MESSAGE of the request in flight."""
+        match action, request, message:
+            case Action.POST_ADD_SESSION, _, _:
+                self._post(AddSession(session, self._adapter))
+                self._held = token_ids()
+            case Action.POST_ADD_MESSAGE, Request(images=images), AddMessage():
+                self._add_message(message, images)
+            case Action.POST_STOP_SESSION, Request(id=int(request_id)), _:
+                self._post_stop(StopSession(session, request_id))
+            case Action.POST_END_SESSION, _, _:
+                self._post_stop(EndSession(session))
+            case _:
+                raise AssertionError(f"{action.value}: every state with a request in the table has its request")
 
-    def add_message(self, message: AddMessage, images: Iterable[PlacedImage]) -> None:
+    def _add_message(self, message: AddMessage, images: Iterable[PlacedImage]) -> None:
         """Pin the payloads of the message's images; the link gives the pins back."""
         payloads = tuple(payload_of(placed.image) for placed in images)
         for payload in payloads:
@@ -68,12 +88,6 @@ class WorkerAttachment:
     def receive(self, ids: TokenIds) -> None:
         """The worker has generated these tokens, and holds them."""
         self._held.extend(ids)
-
-    def stop(self, session: int, request: int) -> None:
-        self._post_stop(StopSession(session, request))
-
-    def end(self, session: int) -> None:
-        self._post_stop(EndSession(session))
 
     def report_stop(self) -> None:
         """The worker has followed a STOP_SESSION or END_SESSION, if one was posted: report how long that took."""

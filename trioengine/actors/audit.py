@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 
 import trio
 
+from trioengine.actors.gate import Gate
 from trioengine.actors.link import Link
+from trioengine.actors.payload import PayloadBudget
 from trioengine.actors.sessions import Sessions
-from trioengine.core.errors import InvariantError, WorkerLost
+from trioengine.core.errors import EngineClosed, EngineOverloaded, InvariantError, WorkerLost
 from trioengine.core.ledger import Ledger
+from trioengine.core.lifecycle import Power
 from trioengine.core.messages import Audit, Audited
 
 
@@ -32,10 +35,29 @@ class _Pending:
 class Auditor:
     """The audits of one engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, gate: Gate, sessions: Sessions, payloads: PayloadBudget) -> None:
+        self._gate = gate
+        self._sessions = sessions
+        self._payloads = payloads
         self._pending: dict[int, _Pending] = {}
 
-    async def audit(self, link: Link, audit_id: int, attached: frozenset[int], timeout: float) -> None:
+    async def check(self, timeout: float) -> None:
+        """Verify the engine's own books and, if there is a worker, its report; raises as `Engine.check_invariants`."""
+        self._gate.check()
+        check_books(self._gate.ledger, self._sessions)
+        self._payloads.check()
+        link, power = self._gate.link, self._gate.power
+        if power is Power.CLOSED:
+            raise EngineClosed("the engine is closed")
+        if link is None and power is Power.ASLEEP:
+            return  # whatever worker there is holds nothing
+        if link is None:
+            raise EngineOverloaded("there is no worker to ask", code=power.value)
+        if power in (Power.WAKING, Power.UPDATING):
+            raise EngineOverloaded("the worker may be loading weights", code=power.value)
+        await self._audit(link, self._gate.mint(), self._sessions.attached, timeout)
+
+    async def _audit(self, link: Link, audit_id: int, attached: frozenset[int], timeout: float) -> None:
         """Ask on `link`, where the sessions `attached` were added and END_SESSION was not posted.
 
         Raises InvariantError when anything else comes back, or nothing within `timeout` seconds; WorkerLost when the

@@ -14,6 +14,7 @@ from trioengine.actors.generation import Generation
 from trioengine.actors.request import Request
 from trioengine.actors.runtime import Runtime
 from trioengine.actors.session_actor import SessionActor
+from trioengine.actors.session_opening import SessionOpening
 from trioengine.aio.concurrency import Deadline
 from trioengine.core.checks import BYTES, kind_of, rejected
 from trioengine.core.embedding import MAX_INPUTS, Embeddings, check_dimensions, vector_of
@@ -31,7 +32,7 @@ AT_ONCE = 64  # inputs of a call that have a slot, or wait for one
 
 def embedding_size(runtime: Runtime) -> int:
     """Return the numbers in an embedding. Raises RequestRejected if the model generates texts instead."""
-    size = runtime.model.embedding_size
+    size = runtime.files.model.embedding_size
     if size is None:
         raise RequestRejected("embeddings_not_supported", "the model generates texts: it is not an embedding model")
     return size
@@ -74,7 +75,7 @@ async def embed_all(
     dimensions = check_dimensions(dimensions, embedding_size(runtime))
     given, ports = listed(inputs), runtime.ports
     is_long = sum(len(each) for each in given if isinstance(each, str)) > ports.thread_threshold
-    tokenize = partial(input_token_ids, given, "inputs", runtime.tokenizer, runtime.limits)
+    tokenize = partial(input_token_ids, given, "inputs", runtime.files.tokenizer, runtime.limits)
     prompts = await ports.run_in_thread(tokenize) if is_long else tokenize()
     vectors = await EmbeddingCall(runtime, prompts, deadline=deadline, wait=wait, label=label).run()
     return Embeddings(tuple(vector_of(each, dimensions) for each in vectors), Usage(sum(map(len, prompts)), 0, 0))
@@ -149,7 +150,7 @@ class EmbeddingCall:
 
     async def _embed(self, token_ids: Sequence[int], wait: bool | None) -> bytes:
         runtime = self._runtime
-        session = runtime.new_session(wait=wait, deadline=self._deadline, opens_with_request=True)
+        session = runtime.new_session(SessionOpening(wait=wait, deadline=self._deadline, by_request=True))
         request = Request(
             self._params,
             session=session,

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import copy
 from pathlib import Path
 from typing import Any, Unpack
 
 import trio
 
-from trioengine.actors.audit import check_books
 from trioengine.actors.embedding import EmbeddingInput, embed_all
 from trioengine.actors.images import KeptImages, RequestImages, put_images
+from trioengine.actors.lifetime import Lifetime
 from trioengine.actors.media import Media
 from trioengine.actors.ports import Ports
 from trioengine.actors.power_change import Level, ModeName, PowerChange, PowerState, StateSubscription, Weights
 from trioengine.actors.runtime import Runtime
 from trioengine.actors.session import Session
+from trioengine.actors.session_opening import SessionOpening
 from trioengine.actors.statistics import Statistics, statistics_of
 from trioengine.aio.calls import whole_answer
-from trioengine.aio.concurrency import deadline_after, open_unwrapped_nursery
+from trioengine.aio.concurrency import deadline_after
 from trioengine.core.checks import (
     check_callback,
     check_cause,
@@ -31,8 +31,8 @@ from trioengine.core.checks import (
 )
 from trioengine.core.config import EngineConfig
 from trioengine.core.embedding import Embeddings
-from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvalidConfig
-from trioengine.core.lifecycle import Power, PowerEvent
+from trioengine.core.errors import InvalidConfig
+from trioengine.core.lifecycle import Power
 from trioengine.core.messages import Adapter, Ready
 from trioengine.core.power import TagName
 from trioengine.core.sampling_params import Overflow, SamplingOptions, SamplingParams, merged_params, sampling_checked
@@ -69,9 +69,7 @@ class Engine:
         self.runtime = Runtime(self.config, self.ports, on_load)  # the engine's parts; for servers, without a promise
         self.observers = self.runtime.observers  # each of them gets the events from when it is added
         self.config.check_cores(self.ports.num_cores)
-        self._on_progress = on_progress
-        self._closing = trio.Event()
-        self._finding = trio.CancelScope()  # the model, which may take a download
+        self._lifetime = Lifetime(self.runtime, on_progress)
 
     def __repr__(self) -> str:
         ledger = self.runtime.gate.ledger
@@ -98,7 +96,7 @@ class Engine:
     @property
     def tokenizer(self) -> ChatTokenizer:
         """`encode`, `decode` and `apply_chat_template`. EngineOverloaded until the model's files are read."""
-        return self.runtime.tokenizer
+        return self.runtime.files.tokenizer
 
     @property
     def limits(self) -> Ready:
@@ -127,61 +125,18 @@ class Engine:
         messages, within `worker_shutdown_timeout`.
         """
         task_status.started(self)
-        runtime = self.runtime
-        try:
-            with self._finding:
-                path = await runtime.ports.find_model(self.config.model, self._on_progress)
-                await runtime.read_model(path)
-                if self.config.draft_model is not None:
-                    draft_path = await runtime.ports.find_model(self.config.draft_model, self._on_progress)
-                    await runtime.read_draft_model(draft_path)
-            if self._closing.is_set():
-                return
-            async with open_unwrapped_nursery() as services:
-                runtime.power.weights = Weights(str(path), 1)
-                services.start_soon(self._supervise)
-                try:
-                    async with trio.open_nursery() as sessions:
-                        runtime.nursery = sessions
-                        sessions.start_soon(runtime.power.run)
-                        try:
-                            await self._closing.wait()
-                        finally:  # before the nursery closes: nothing is admitted that could not be adopted
-                            runtime.gate.change_power(PowerEvent.CLOSE)
-                        sessions.cancel_scope.cancel()
-                finally:
-                    try:
-                        runtime.sessions.end_all(Cause.SHUTDOWN)
-                    finally:  # in any case: the supervisor is shielded
-                        runtime.supervisor.shut_down()
-        except Exception as exc:
-            runtime.gate.failure = exc
-            raise
-        finally:
-            runtime.gate.change_power(PowerEvent.CLOSE)
-
-    async def _supervise(self) -> None:
-        try:
-            await self.runtime.supervisor.run()
-        except EngineError as exc:
-            self.runtime.give_up(exc)
-            raise
+        await self._lifetime.run()
 
     def close(self) -> None:
         """End the engine: sessions are ended, requests in flight are aborted. Harmless when closed."""
-        self._closing.set()
-        self._finding.cancel()
-        self.runtime.gate.change_power(PowerEvent.CLOSE)
+        self._lifetime.close()
 
     async def ready(self) -> None:
         """Wait until requests are admitted, also for the end of a sleep. Raises why, if that will never be.
 
         A worker whose process is dead, or was sent SIGKILL, is not waited on: its successor is.
         """
-        while not (self.runtime.gate.is_awake and self.runtime.supervisor.is_alive):
-            if self.runtime.gate.is_ending:
-                raise copy(self.runtime.gate.failure or EngineClosed(f"the engine is {self.runtime.gate.power.value}"))
-            await self.runtime.gate.changed()
+        await self._lifetime.ready()
 
     # ---- calls of users -------------------------------------------------------------------------------------------
 
@@ -218,15 +173,9 @@ class Engine:
         `overflow` or `adapter`, and template variables that are not JSON or not the caller's to set, raise
         RequestRejected here.
         """
-        state = self.runtime.new_session(
-            label=label,
-            history=history,
-            wait=wait,
-            overflow=overflow,
-            deadline=deadline_after(timeout),
-            variables=checked_variables(chat_template_kwargs),
-            adapter=adapter,
-        )
+        deadline, variables = deadline_after(timeout), checked_variables(chat_template_kwargs)
+        opening = SessionOpening(history, variables=variables, wait=wait, deadline=deadline)
+        state = self.runtime.new_session(opening, label=label, overflow=overflow, adapter=adapter)
         return Session(self.runtime, state)
 
     @whole_answer
@@ -250,9 +199,8 @@ class Engine:
 
         Errors and keywords as in Session.generate; an adapter that is not loaded raises RequestRejected.
         """
-        state = self.runtime.new_session(
-            wait=wait, deadline=deadline_after(timeout), opens_with_request=True, adapter=adapter
-        )
+        opening = SessionOpening(wait=wait, deadline=deadline_after(timeout), by_request=True)
+        state = self.runtime.new_session(opening, adapter=adapter)
         generation = Session(self.runtime, state).generate(
             prompt,
             merged_params(params, options),
@@ -331,28 +279,7 @@ class Engine:
         sleep or an update are aborted at once. Cancelled, the engine goes on draining.
         """
         seconds = math.inf if timeout is None else check_seconds(timeout)
-        causes = self.runtime.gate.ledger.abort_causes
-        before = causes[Cause.SHUTDOWN]
-        runs_requests, is_changing = (
-            self.runtime.power.desired_worker.runs_requests,
-            self.runtime.gate.is_change_pending,
-        )
-        self.runtime.gate.change_power(PowerEvent.DRAIN)
-        if not runs_requests:
-            self.runtime.sessions.abort_all(Cause.SHUTDOWN)
-        elif is_changing:
-            self.runtime.sessions.abort_suspended(Cause.SHUTDOWN)
-        with trio.move_on_after(seconds):
-            await self._quiet()
-            return causes[Cause.SHUTDOWN] == before
-        self.abort_all(Cause.SHUTDOWN)
-        with trio.move_on_after(self.config.worker_shutdown_timeout):
-            await self._quiet()
-        return False
-
-    async def _quiet(self) -> None:
-        while self.runtime.gate.ledger.in_flight:
-            await self.runtime.gate.changed()
+        return await self._lifetime.drain(seconds, lambda: self.abort_all(Cause.SHUTDOWN))
 
     @names_checked
     async def keep_images(
@@ -442,7 +369,7 @@ class Engine:
         Raises RequestRejected for a name that is taken and for files that do not fit the model, EngineOverloaded until
         the model's files are read. Cancelled, nothing is added.
         """
-        await self.runtime.adapters.add(name, path, self.runtime.model)
+        await self.runtime.adapters.add(name, path, self.runtime.files.model)
 
     @names_checked
     def unload_adapter(self, name: str) -> None:
@@ -466,17 +393,4 @@ class Engine:
         seconds; EngineOverloaded while there is no worker, or while it wakes or gets other weights; WorkerLost when it
         dies meanwhile. Asleep without a worker, the engine's own books are verified.
         """
-        seconds = check_seconds(timeout)
-        self.runtime.gate.check()
-        check_books(self.runtime.gate.ledger, self.runtime.sessions)
-        self.runtime.images.budget.check()
-        link, power = self.runtime.gate.link, self.runtime.gate.power
-        if power is Power.CLOSED:
-            raise EngineClosed("the engine is closed")
-        if link is None and power is Power.ASLEEP:
-            return  # whatever worker there is holds nothing
-        if link is None:
-            raise EngineOverloaded("there is no worker to ask", code=power.value)
-        if power in (Power.WAKING, Power.UPDATING):
-            raise EngineOverloaded("the worker may be loading weights", code=power.value)
-        await self.runtime.auditor.audit(link, self.runtime.gate.mint(), self.runtime.sessions.attached, seconds)
+        await self.runtime.auditor.check(check_seconds(timeout))

@@ -8,8 +8,8 @@ causes transitions, and drains the effects that they added (`_carry_out`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,27 +24,22 @@ from trioengine.actors.grammars import Grammars
 from trioengine.actors.images import ImageStore, take_images
 from trioengine.actors.incarnation import Incarnation
 from trioengine.actors.media import ImageSource, Media
+from trioengine.actors.model_files import ModelFiles, check_draft_model, check_other_weights, read_model_files
 from trioengine.actors.observer import Observer
 from trioengine.actors.ports import Ports
 from trioengine.actors.power import PowerActor
 from trioengine.actors.recovery import Recovery
 from trioengine.actors.request import Request
-from trioengine.actors.session_actor import (
-    AnswerBegan,
-    RequestSettled,
-    SessionActor,
-    SessionDetached,
-    SessionFreed,
-)
+from trioengine.actors.session_actor import AnswerBegan, RequestSettled, SessionActor, SessionFreed
+from trioengine.actors.session_opening import SessionOpening
+from trioengine.actors.session_task import run_session
 from trioengine.actors.sessions import Sessions
 from trioengine.actors.statistics import WorkerCounts
 from trioengine.actors.supervisor import Settlement, Supervisor
-from trioengine.aio.concurrency import NEVER, Deadline
 from trioengine.core.config import EngineConfig, WorkerConfig
 from trioengine.core.errors import (
     EngineError,
     EngineOverloaded,
-    ModelError,
     RemoteProtocolError,
     RequestRejected,
     WorkerLost,
@@ -68,13 +63,16 @@ from trioengine.core.messages import (
 )
 from trioengine.core.power import sorted_tags
 from trioengine.core.sampling_params import Overflow
-from trioengine.hub.generation_config import sampling_defaults
-from trioengine.hub.model_info import ModelInfo, check_same_tokens, with_chat_template
-from trioengine.text.chat_template import NO_VARIABLES
-from trioengine.text.chat_tokenizer import ChatTokenizer
 
 logger = logging.getLogger("trioengine")
 Part = TypeVar("Part")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionDetached:
+    """Effect: the worker has let go of the session."""
+
+    session: SessionActor
 
 
 class Runtime:
@@ -102,79 +100,38 @@ class Runtime:
             observers=self.observers,
         )
         self.power = PowerActor(self.gate, self.sessions, self.recovery, self.supervisor, self._check_model)
-        self.auditor = Auditor()
+        self.auditor = Auditor(self.gate, self.sessions, self.images.budget)
         self.worker_counts = WorkerCounts()
         self.nursery: trio.Nursery | None = None  # of the sessions' tasks
         self._on_load = on_load
-        self._model: ModelInfo | None = None
-        self.sampling_defaults: Mapping[str, float] = {}  # of requests, by parameter, once the model's files are read
-        self._tokenizer: ChatTokenizer | None = None
+        self._files: ModelFiles | None = None
         self._limits: Ready | None = None
         self._draft_path: str | None = None  # of the draft model, if there is one
 
     # ---- the model ------------------------------------------------------------------------------------------------
 
-    async def read_model(self, path: Path) -> None:
-        """Read the model's files, its sampling defaults, and the adapters of the configuration.
+    async def read_models(self, on_progress: Callable[[int, int], None] | None) -> Path:
+        """Find and read the model's files, and the draft model's; return the model's path.
 
-        Raises ModelError, and InvalidConfig for a `max_model_len` beyond its context.
+        Raises ModelError, and InvalidConfig for a `max_model_len` beyond the model's context.
         """
-        model = await self.ports.run_in_thread(self.ports.read_model, path)
-        if self.config.chat_template is not None:
-            template = Path(self.config.chat_template)
-            model = await self.ports.run_in_thread(with_chat_template, model, template)
-        await self._read_adapters(model)
-        self._model = model
-        self.config.check_context(model.context_length)
-        self.sampling_defaults = await self.ports.run_in_thread(
-            sampling_defaults, model.generation, self.config.generation_config
-        )
-        if self.sampling_defaults:
-            shown = ", ".join(f"{name} {value:g}" for name, value in self.sampling_defaults.items())
-            logger.info("sampling defaults of requests: %s; generation_config=none ignores them", shown)
-        name = f"model {self.config.model!r}"
-        self._tokenizer = ChatTokenizer(model.tokenizer, model.chat_template, model.images, name)
-
-    async def _read_adapters(self, model: ModelInfo) -> None:
-        """Read the adapters of the configuration. Raises ModelError."""
-        for given in self.config.adapters:
-            name, _, path = given.partition("=")
-            try:
-                await self.adapters.add(name, path, model)
-            except RequestRejected as exc:
-                raise ModelError(f"adapter {given}: {exc.message}") from exc
-
-    async def read_draft_model(self, path: Path) -> None:
-        """Read the draft model's files. Raises ModelError where its tokens are not the model's."""
-        draft = await self.ports.run_in_thread(self.ports.read_model, path)
-        await self.ports.run_in_thread(check_same_tokens, draft, self.model)
-        self._draft_path = str(path)
-        if self.config.num_speculative_tokens == 0:
-            logger.warning(
-                "the draft model computes every step and drafts nothing unless requests set num_speculative_tokens; "
-                "num_speculative_tokens=4 (--num-speculative-tokens 4) sets it for all"
-            )
+        path = await self.ports.find_model(self.config.model, on_progress)
+        self._files = await read_model_files(path, self.config, self.ports, self.adapters)
+        if self.config.draft_model is not None:
+            draft_path = await self.ports.find_model(self.config.draft_model, on_progress)
+            await check_draft_model(draft_path, self.files.model, self.config, self.ports)
+            self._draft_path = str(draft_path)
+        return path
 
     @property
     def has_model(self) -> bool:
         """Whether the model's files are read, and its first adapters are checked."""
-        return self._model is not None
+        return self._files is not None
 
     @property
-    def model(self) -> ModelInfo:
-        """The model's files: tokenizer, chat template, limits. EngineOverloaded until they are read."""
-        return _loaded(self._model)
-
-    @property
-    def tokenizer(self) -> ChatTokenizer:
-        """The tokenizer and the chat template. EngineOverloaded until the model's files are read."""
-        return _loaded(self._tokenizer)
-
-    def prompt_text(self, session: int | None) -> str:
-        """The text of the prompt of the request of a session; empty without a request, and for token ids."""
-        state = None if session is None else self.sessions.by_id.get(session)
-        prepared = None if state is None or state.request is None else state.request.prepared
-        return "" if prepared is None else prepared.rendering
+    def files(self) -> ModelFiles:
+        """The content of the model's files. EngineOverloaded until they are read."""
+        return _loaded(self._files)
 
     @property
     def limits(self) -> Ready:
@@ -189,7 +146,7 @@ class Runtime:
     @property
     def takes_images(self) -> bool:
         """Whether the model takes images; False until its files are read."""
-        return self._tokenizer is not None and not self._tokenizer.image_refusal
+        return self._files is not None and not self._files.tokenizer.image_refusal
 
     def take_images(
         self, prompt: Any, media: Sequence[Media] = (), *, where: str = "prompt"
@@ -201,30 +158,21 @@ class Runtime:
         if isinstance(prompt, str) and media == ():
             return prompt, []
         prompt, sources = take_images(prompt, media, max_bytes=self.images.max_bytes, where=where)
-        if sources and (refusal := self.tokenizer.image_refusal):
+        if sources and (refusal := self.files.tokenizer.image_refusal):
             raise RequestRejected.at(sources[0].where, "images_not_supported", refusal)
         return prompt, sources
 
     async def _check_model(self, path: str) -> None:
-        """Raise ModelError where the files at a path cannot be the same model with other weights."""
-        found, own = await self.ports.run_in_thread(self.ports.read_model, Path(path)), self.model
-        for name in ("model_type", "vocab_size"):
-            has, wants = getattr(found, name), getattr(own, name)
-            if has != wants:
-                raise ModelError(f"{path}: {name} is {has}, the model's is {wants}")
+        await check_other_weights(Path(path), self.files.model, self.ports)
 
     # ---- sessions -------------------------------------------------------------------------------------------------
 
     def new_session(
         self,
+        opening: SessionOpening,
         *,
         label: str | None = None,
-        history: Sequence[Mapping[str, Any]] | None = None,
-        wait: bool | None = None,
         overflow: Overflow = "refuse",
-        deadline: Deadline = NEVER,
-        opens_with_request: bool = False,
-        variables: Mapping[str, Any] = NO_VARIABLES,
         adapter: str | Adapter | None = None,
     ) -> SessionActor:
         """A session without a slot. Raises RequestRejected for the name of an adapter that is not loaded."""
@@ -233,13 +181,9 @@ class Runtime:
             self.effects,
             self.images,
             self.observers,
+            opening=opening,
             label=label,
-            history=history,
-            wait=wait,
             overflow=overflow,
-            deadline=deadline,
-            opens_with_request=opens_with_request,
-            variables=variables,
             adapter=adapter if adapter is None or isinstance(adapter, Adapter) else self.adapters.find(adapter),
         )
 
@@ -248,7 +192,7 @@ class Runtime:
         session.id = self.gate.admit_session()
         assert self.nursery is not None, "sessions are admitted while the nursery is open"
         self.sessions.add(session)
-        self.nursery.start_soon(session.run, name=f"session-{session.id}")
+        self.nursery.start_soon(run_session, session, self.gate, name=f"session-{session.id}")
 
     # ---- effects --------------------------------------------------------------------------------------------------
 

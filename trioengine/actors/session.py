@@ -75,13 +75,13 @@ class Session(AsyncOnly):
 
     async def __aenter__(self) -> Session:
         state = self._state
-        if state.entered:
+        if state.opening.is_entered:
             raise RuntimeError("a session is entered once")
-        state.entered = True
+        state.opening.is_entered = True
         for observer in self._runtime.observers:
             observer.session_entering(self)
         try:
-            with state.opening:
+            with state.opening.scope:
                 await open_session(self._runtime, state)
         finally:
             if not state.is_open:  # refused, cancelled, or ended on the way

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
 
 import trio
 
@@ -25,25 +24,18 @@ from trioengine.actors.images import HeldPayloads, ImageStore, RequestImages, fi
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
 from trioengine.actors.request import Request
-from trioengine.aio.concurrency import NEVER, Deadline
-from trioengine.core.checks import check_history, check_label, check_wait
-from trioengine.core.errors import (
-    EngineClosed,
-    EngineError,
-    Outcome,
-    RequestRejected,
-    SessionBusy,
-    SessionEnded,
-)
+from trioengine.actors.session_opening import SessionOpening
+from trioengine.core.checks import check_label
+from trioengine.core.errors import EngineError, Outcome, RequestRejected, SessionBusy, session_error
 from trioengine.core.ledger import RequestState
-from trioengine.core.lifecycle import Action, Event, Phase, PowerEvent, SessionLifecycle
+from trioengine.core.lifecycle import Action, Event, Phase, SessionLifecycle
 from trioengine.core.messages import Adapter, AddMessage, RequestFailed, TokensRow
 from trioengine.core.sampling_params import Overflow, check_overflow
 from trioengine.core.types import Cause, FinishReason
-from trioengine.text.chat_template import NO_VARIABLES
 from trioengine.text.conversation import Conversation
 
 logger = logging.getLogger("trioengine")
+SETTLING = (Action.SETTLE_AS_REPORTED, Action.SETTLE_ABORTED, Action.SETTLE_REFUSED, Action.SETTLE_LOST)
 _NOT_ENTERED = "the session was not entered: use `async with engine.open_session()`"
 
 
@@ -65,13 +57,6 @@ class RequestSettled:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionDetached:
-    """Effect: the worker has let go of the session."""
-
-    session: SessionActor
-
-
-@dataclass(frozen=True, slots=True)
 class SessionFreed:
     """Effect: the session has ended, and the worker has let go of it; its slot is free."""
 
@@ -79,7 +64,7 @@ class SessionFreed:
 
 
 class SessionActor:
-    """The state of one session, its transitions, and its task."""
+    """The state of one session, and its transitions."""
 
     def __init__(
         self,
@@ -88,32 +73,21 @@ class SessionActor:
         images: ImageStore,
         observers: Sequence[Observer],
         *,
-        label: str | None,
-        history: Sequence[Mapping[str, Any]] | None,
-        wait: bool | None,
+        opening: SessionOpening,
+        label: str | None = None,
         overflow: Overflow = "refuse",
-        deadline: Deadline = NEVER,
-        opens_with_request: bool = False,
-        variables: Mapping[str, Any] = NO_VARIABLES,
         adapter: Adapter | None = None,
     ) -> None:
         self.id: int | None = None  # minted when the session gets its slot
+        self.opening = opening
         self.label = check_label(label)
         self.overflow = check_overflow(overflow)  # of the requests that follow, as the next
         self.retention_ratio = 1.0  # of the limit, to which a chat over it is shortened
-        self.history = check_history(history)  # to begin with; None once the session is open
-        self.variables = variables  # of the chat template
-        self._adapter = adapter  # of all its requests
-        self.wait = check_wait(wait)
-        self.deadline = deadline  # of the admission
-        self.opens_with_request = opens_with_request  # by its one request, and is not entered by a user
-        self.entered = False
-        self.opening = trio.CancelScope()  # abort_all, a sleep and the end cut the wait for a slot short
         self.request: Request | None = None  # in flight, until it is settled
         self.waiting: dict[Request, None] = {}  # requests on their way in, in their order
         self.end_cause: Cause | None = None
         self.released = trio.Event()
-        self._attachment = WorkerAttachment(effects, observers, self.crash)
+        self._attachment = WorkerAttachment(effects, observers, adapter, self.crash)
         self._gate = gate
         self._effects = effects
         self._observers = observers
@@ -121,12 +95,12 @@ class SessionActor:
         self._conversation: Conversation | None = None
         self._held_payloads = HeldPayloads()
         self._suspended_images = RequestImages(images)  # pinned while the request is suspended
-        self._wake = trio.Event()  # for the task: a request has a deadline, or the end has come
+        self.task_wake = trio.Event()  # for its task, which replaces it: a request has a deadline, or the end has come
 
     def __repr__(self) -> str:
         label = f" {self.label!r}" if self.label is not None else ""
         if self.id is None:
-            return f"<Session{label} {'without a slot' if self.entered else 'not entered'}>"
+            return f"<Session{label} {'without a slot' if self.opening.is_entered else 'not entered'}>"
         return f"<Session {self.id}{label} {self.phase.value} {self.lifecycle.attachment.value}>"
 
     # ---- state ------------------------------------------------------------------------------------------------------
@@ -169,35 +143,14 @@ class SessionActor:
     def ended_error(self) -> EngineError:
         """The error of a session that has ended."""
         assert self.end_cause is not None, "it has ended"
-        is_shutdown = self.end_cause is Cause.SHUTDOWN
-        return EngineClosed("the engine is closed") if is_shutdown else SessionEnded.by(self.end_cause.value)
+        return session_error(self.end_cause)
 
-    # ---- its beginning, its task and its end ------------------------------------------------------------------------
+    # ---- its beginning and its end ----------------------------------------------------------------------------------
 
     def begin(self, conversation: Conversation) -> None:
         """The session is open."""
         self._conversation = conversation
         self.hold_payloads()
-
-    async def run(self) -> None:
-        """The session's task: it keeps the request's deadline, and its scope is the session's life."""
-        try:
-            while self.end_cause is None:
-                request = self.request
-                deadline = math.inf if request is None or request.outcome is not None else request.deadline.at
-                with trio.move_on_at(deadline) as scope:
-                    await self._wake.wait()
-                if scope.cancelled_caught and request is not None:
-                    self.abort_request(request, Cause.TIMEOUT)
-                    self.leave(request)  # decided now: a finish on its way is too late
-                if self.end_cause is None:
-                    self._wake = trio.Event()
-        except Exception as exc:
-            self.crash(exc)
-        finally:
-            if self.end_cause is None:  # cancelled with the engine, maybe as its first task
-                self._gate.change_power(PowerEvent.CLOSE)
-            self.end(Cause.SHUTDOWN)
 
     def end(self, cause: Cause = Cause.CLIENT) -> None:
         """End the session; harmless when it has ended. Posts END_SESSION in the same step if the worker holds it.
@@ -214,16 +167,16 @@ class SessionActor:
             request.cut_short(request.abort_cause if is_aborted else cause, self._conversation)
         self._apply(Event.END)
         self.hold_payloads()
-        self._wake.set()
-        self.opening.cancel()  # it may wait for room for the images in its history
+        self.task_wake.set()
+        self.opening.scope.cancel()  # it may wait for room for the images in its history
         for request in self.waiting:
             request.entering.cancel()
         self._effects.drain()
 
     def _end_opening(self, cause: Cause) -> None:
-        if self.entered and not self.opens_with_request:
+        if self.opening.is_under_way:
             self.end_cause = cause
-            self.opening.cancel()
+            self.opening.scope.cancel()
 
     def crash(self, error: Exception) -> None:
         """End this session, as an error, for a bug in its handling; no other session is affected."""
@@ -252,7 +205,7 @@ class SessionActor:
         self.request = request
         self._apply(Event.RESERVE)
         if request.deadline.at < math.inf:
-            self._wake.set()
+            self.task_wake.set()
 
     def commit(self, request: Request, link: Link) -> None:
         """Hand the prepared request to the worker."""
@@ -394,23 +347,14 @@ class SessionActor:
             observer.session_moved(self, phase, attachment, event)
         for action in actions:
             match action:
-                case Action.POST_ADD_SESSION:
-                    self._attachment.add_session(self.id, self._adapter)
-                case Action.POST_ADD_MESSAGE:
-                    assert message is not None, "only a commit and a resumption post a message"
-                    self._attachment.add_message(message, self._in_flight().images)
-                case Action.POST_STOP_SESSION:
-                    request_id = self._in_flight().id
-                    assert request_id is not None, "a request in flight has its id"
-                    self._attachment.stop(self.id, request_id)
-                case Action.POST_END_SESSION:
-                    self._attachment.end(self.id)
                 case Action.FREE_SESSION:
                     self._effects.append(SessionFreed(self))
                 case Action.SUSPEND:
                     self._suspend()
-                case _:
+                case _ if action in SETTLING:
                     self._settle()
+                case _:
+                    self._attachment.carry_out(action, self.id, self.request, message)
 
     def _suspend(self) -> None:
         """The request waits for a worker, and its images with it: they are not dropped to make room for others."""

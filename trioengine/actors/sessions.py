@@ -55,6 +55,12 @@ class Sessions:
         """The sessions that wait for their slot, then those that have one; one that has just got it is in both."""
         return list(dict.fromkeys((*self._opening, *self)))
 
+    def prompt_text(self, session: int | None) -> str:
+        """The text of the prompt of the request of a session; empty without a request, and for token ids."""
+        state = None if session is None else self.by_id.get(session)
+        prepared = None if state is None or state.request is None else state.request.prepared
+        return "" if prepared is None else prepared.rendering
+
     @property
     def attached(self) -> frozenset[int]:
         """The ids of the sessions that were added to the worker, and no END_SESSION posted."""

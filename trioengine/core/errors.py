@@ -134,6 +134,11 @@ class SessionEnded(EngineError):
         return cls(f"the session has ended ({cause}): open another one", cause=cause)
 
 
+def session_error(cause: Cause) -> EngineError:
+    """The error of a session that has ended for this cause: SessionEnded, or EngineClosed if the engine has."""
+    return EngineClosed("the engine is closed") if cause is Cause.SHUTDOWN else SessionEnded.by(cause.value)
+
+
 class WorkerLost(EngineError):
     """The worker process died, hung or could not start.
 

@@ -77,7 +77,7 @@ class _ChatCompletion(Choices):
     ) -> None:
         self._shape = ChatShape(
             chat.model.name,
-            engine.runtime.model.tokenizer,
+            engine.runtime.files.model.tokenizer,
             chat.params.logprobs,
             fingerprint(engine, chat.model.name),
             chat.shown,
@@ -95,7 +95,7 @@ class _ChatCompletion(Choices):
     def _on_admitted(self, choice: Choice) -> None:
         super()._on_admitted(choice)
         if choice.is_first and (tags := self._form.reasoning) is not None:
-            prompt = self._engine.runtime.prompt_text(choice.session.id)[-PROMPT_END:]
+            prompt = self._engine.runtime.sessions.prompt_text(choice.session.id)[-PROMPT_END:]
             self._in_reasoning = tags.is_open_after(prompt, self._continued)
 
     def _rendered(self, results: Sequence[Result], usage: Usage) -> bytes:

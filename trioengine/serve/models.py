@@ -84,6 +84,7 @@ class Models:
             max_model_len = self._engine.limits.max_model_len
         except EngineOverloaded:  # not known yet
             max_model_len = None
+        runtime = self._engine.runtime
         return {
             "id": name,
             "object": "model",
@@ -91,7 +92,7 @@ class Models:
             "owned_by": "trioengine",
             "parent": None if name == self._model else self._model,
             "max_model_len": max_model_len,
-            "default_sampling_params": dict(self._engine.runtime.sampling_defaults),
+            "default_sampling_params": dict(runtime.files.sampling_defaults) if runtime.has_model else {},
         }
 
 
@@ -109,7 +110,7 @@ class Tokenization:
 
     async def info(self, request: HttpRequest) -> HttpResponse:
         tokenizer, max_model_len = self._engine.tokenizer, self._engine.limits.max_model_len
-        strings, ends = tokenizer.tokenizer.token_string, self._engine.runtime.model.eos_token_ids
+        strings, ends = tokenizer.tokenizer.token_string, self._engine.runtime.files.model.eos_token_ids
         special = sorted((token_id, text) for text, token_id in tokenizer.tokenizer.special_tokens.items())
         shown = {
             "tokenizer_class": type(tokenizer.tokenizer).__name__,

@@ -1,4 +1,4 @@
-"""A model of an engine's sleeps, wakes and updates, made one after the other."""
+"""A model of an engine's sleeps, wakes and updates, made one after the other, and of the admissions they permit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import trio
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.observer import Observer
-from trioengine.core.errors import TransitionFailed
+from trioengine.actors.observer import Observer, Slot
+from trioengine.core.errors import EngineAsleep, TransitionFailed
 from trioengine.core.lifecycle import PowerEvent, PowerStage
 from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.faults import InjectedFaults, Life
+from trioengine.testing.fuzz.oracles import check_line
 
 CLOSING = ("sleep", "update")  # changes that close the gate until they are done
 UNFIT = ("other", "misshapen")  # paths at which no weights of the model lie
@@ -147,3 +148,44 @@ class Changes(Observer):
                 if self._awaits_update:
                     self._awaits_update = False
                     self.asleep -= {Tag.WEIGHTS}
+
+
+class AdmissionWatch(Observer):
+    """Checks that nothing is admitted from the step in which a sleep or an update is requested until all is awake."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        changes: Changes,
+        faults: InjectedFaults,
+        crashes: list[Exception],
+        learn: Callable[[], None],
+    ) -> None:
+        """`learn` takes in the changes that are done; complaints are added to the crashes."""
+        self.ends_line = False  # the change that is requested in this step empties the lines
+        self._engine = engine
+        self._changes = changes
+        self._faults = faults
+        self._crashes = crashes
+        self._learn = learn
+
+    def change_requested(self, change: object) -> None:
+        """Raise if a sleep that aborts leaves callers in the lines, unless it is to keep them."""
+        if self.ends_line:
+            self.ends_line = False
+            check_line(self._engine)
+
+    def slot_taken(self, slot: Slot, id: int) -> None:
+        self._learn()
+        if self._changes.is_closed:
+            self._complain(f"{self._engine.power} admits {id}")
+
+    def slot_refused(self, slot: Slot, error: Exception) -> None:
+        if not isinstance(error, EngineAsleep):
+            return
+        self._learn()
+        if not (self._changes.may_be_closed or self._faults.closing):
+            self._complain(f"nothing sleeps, and {error!r}")
+
+    def _complain(self, complaint: str) -> None:
+        self._crashes.append(AssertionError(complaint))

@@ -21,9 +21,10 @@ from trioengine.testing.fuzz.conversations import FILES, content_of
 from trioengine.testing.fuzz.environment import ORDERS
 from trioengine.testing.fuzz.faults import Harm, Life
 from trioengine.testing.fuzz.http_books import ADMIN_KEY, KEYS, HttpBooks, Request, Tally
-from trioengine.testing.fuzz.http_client import BEFORE_THE_HANDLER, FRAMINGS, HttpClient
+from trioengine.testing.fuzz.http_client import FRAMINGS, HttpClient
 from trioengine.testing.fuzz.http_exchange import Ask
 from trioengine.testing.fuzz.http_ids import AbortJudge
+from trioengine.testing.fuzz.http_judge import BEFORE_THE_HANDLER
 from trioengine.testing.fuzz.http_probes import PROBES, StateJudge
 from trioengine.testing.fuzz.http_raw import RAW
 from trioengine.testing.fuzz.oracles import check_worker

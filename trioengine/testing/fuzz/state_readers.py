@@ -10,8 +10,12 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.power_change import PowerState, StateSubscription
 from trioengine.core.lifecycle import Power
 from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz.callers import Call
+from trioengine.testing.fuzz.faults import InjectedFaults, Life
+from trioengine.testing.sim_loop import SimLoop
 
 MAX_UNREAD = 2  # states that a StateReader's subscription keeps, so that programs come to the limit
+MOST_READERS = 3
 
 
 @dataclass(eq=False)
@@ -101,3 +105,51 @@ class StateReader:
         elif self.allowed:
             assert self.next == len(states), f"a reader of the states waits, and there are {states[self.next :]}"
             assert not is_engine_over, "the engine is over, and its states go on"
+
+
+class StateReaders:
+    """All tasks that read the states of one engine: the log, from the beginning on, and the readers that are added."""
+
+    def __init__(self, engine: Engine, faults: InjectedFaults, loop: SimLoop) -> None:
+        self._loop = loop
+        self._log = StateLog(engine)
+        self._reading = Call(Life(faults), "states", self._log.run, ())
+        loop.start_soon(self._reading.run, name="states")
+        self.readers: list[StateReader] = []
+
+    @property
+    def may_add(self) -> bool:
+        """Whether there is a state to begin with, and room for a reader."""
+        return bool(self._log.states) and len(self.readers) < MOST_READERS
+
+    def add(self, count: int, *, tries: bool) -> None:
+        """Start a reader of so many states."""
+        reader = StateReader(self._log, tries)
+        reader.allow(count)
+        self.readers.append(reader)
+        self._loop.start_soon(reader.run, name=f"states-{len(self.readers)}")
+
+    def check(self, *, is_engine_over: bool) -> None:
+        """At rest: each reader has got its states, and the last one is the state of the engine."""
+        assert self._reading.over >= is_engine_over, "the engine is over, and its states go on"
+        for reader in self.readers:
+            reader.check(is_engine_over=is_engine_over)
+        latest, power = self._log.states[-1], self._log.engine.power
+        assert latest == power, f"published was {latest}, and the engine is {power}"
+
+    @property
+    def have_missed(self) -> bool:
+        """Whether one was so slow that it has missed states."""
+        return any(reader.num_missed for reader in self.readers)
+
+    def cancel(self) -> None:
+        for reader in self._all:
+            reader.scope.cancel()
+
+    @property
+    def are_over(self) -> bool:
+        return all(reader.over for reader in self._all)
+
+    @property
+    def _all(self) -> list[Call | StateReader]:
+        return [self._reading, *self.readers]
