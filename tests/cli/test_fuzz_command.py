@@ -20,7 +20,7 @@ COMMIT = ("commit", {"which": 0})  # of what was never reserved
 def test_what_is_found_is_kept_and_replayed(tmp_path, capsys):
     keep = tmp_path / "found.json"
     with MUTANTS["F25"].active():
-        assert run(["fuzz", "--machine", "engine", "--seconds", "60", "--keep", str(keep)]) == 1
+        assert run(["fuzz", "--machine", "engine", "--seconds", "60", "--jobs", "1", "--keep", str(keep)]) == 1
         output = capsys.readouterr().out
         assert "machine = EngineMachine()" in output and f"--replay {keep}\n" in output
         assert run(["fuzz", "--replay", str(keep)]) == 1
@@ -35,7 +35,7 @@ def test_what_is_found_is_kept_and_replayed(tmp_path, capsys):
 def test_the_first_lines_name_the_failure_and_its_place(tmp_path, capsys):
     keep = tmp_path / "found.json"
     with MUTANTS["F25"].active():
-        assert run(["fuzz", "--machine", "engine", "--keep", str(keep)]) == 1
+        assert run(["fuzz", "--machine", "engine", "--jobs", "1", "--keep", str(keep)]) == 1
     error, place, *rest = capsys.readouterr().out.splitlines()
     assert error.startswith("InvariantError: ") and "blocks are counted" in error
     assert re.fullmatch(r"at /.*trioengine/.*\.py:\d+, in \w+", place)

@@ -1,6 +1,7 @@
 """`trioengine fuzz` as a process, and with processes of its own: interrupts, jobs, and deaths."""
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from trioengine.cli.fuzz import SEEDS_APART
 from trioengine.testing.fuzz.program import ReplayFile
 
 MAIN = "from trioengine.cli import main\nraise SystemExit(main())"
@@ -61,7 +63,7 @@ def written(folder, text):
 @pytest.mark.parametrize("when", ["when it is found", "while it is shrunk"])
 def test_an_interrupt_ends_it_and_keeps_what_was_found(tmp_path, when):
     keep = tmp_path / "found.json"
-    ended = run_apart(INTERRUPTED, "--machine", "engine", "--keep", keep, when)
+    ended = run_apart(INTERRUPTED, "--machine", "engine", "--jobs", 1, "--keep", keep, when)
     assert ended.returncode == 130
     assert "machine = EngineMachine()" in ended.stdout
     assert ReplayFile.from_json(keep.read_text()).program.steps
@@ -96,6 +98,18 @@ def test_jobs_find_the_same(tmp_path):
         return keep.read_text()
 
     assert found("--jobs", 1) == found("--jobs", 4)
+
+
+def test_one_machine_searches_in_several_processes(tmp_path):
+    ended = run_apart(MAIN, "--machine", "core", "--seconds", 0.5, "--jobs", 2)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert re.match(r"nothing found: CoreMachine [\d,]+ programs, ", ended.stdout)
+    assert ended.stdout.count("CoreMachine, seed 0: ") == 1
+    keep, script = tmp_path / "found.json", written(tmp_path, WITH_A_MUTANT)
+    ended = run_apart(script, "--machine", "engine", "--seed", 5, "--jobs", 2, "--keep", keep)
+    assert (ended.returncode, ended.stderr) == (1, "")
+    assert "machine = EngineMachine()" in ended.stdout
+    assert json.loads(keep.read_text())["seed"] in (5, 5 + SEEDS_APART)
 
 
 INTERRUPTED_PARENT = """
@@ -135,7 +149,8 @@ class Blocked(LifecycleMachine):
 
 def test_a_second_interrupt_ends_a_program_that_blocks(tmp_path):
     (tmp_path / "blocked.py").write_text(BLOCKED)
-    ended = run_apart(MAIN, "--machine", f"{tmp_path}/blocked.py:Blocked", "--keep", tmp_path / "found.json")
+    machine, keep = f"{tmp_path}/blocked.py:Blocked", tmp_path / "found.json"
+    ended = run_apart(MAIN, "--machine", machine, "--jobs", 1, "--keep", keep)
     assert (ended.returncode, ended.stderr) == (130, "")
     assert ended.stdout.startswith("nothing found, and interrupted: Blocked ")
 

@@ -250,7 +250,13 @@ def fuzz(
         str | None,
         typer.Option(help="Only engine, power, realtime, http, client or core; or yours: file.py:Class."),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="How many machines run at a time. [default: all]")] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How many searches run at a time. [default: one for each machine, or of one machine for each core]",
+        ),
+    ] = None,
     keep: Annotated[
         Path | None,
         typer.Option(help="Where the program that failed is kept. [default: fuzz-failure.json or fuzz-finding.json]"),

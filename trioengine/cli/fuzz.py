@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ from trioengine.testing.fuzz.trace import is_fuzzers_own, place
 KEEP = Path("fuzz-failure.json")
 FUZZER_FAILED = 3  # exit code
 REFRESH = 0.25  # seconds between two lines of progress
+SEEDS_APART = 1 << 40  # of searches with the same machine
 
 
 class Progress:
@@ -33,7 +38,7 @@ class Progress:
     def __init__(self) -> None:
         self._live = Live(console=Console(stderr=True), transient=True, refresh_per_second=4, auto_refresh=False)
         self._shown = 0.0
-        self._summaries: dict[str, str] = {}  # by machine
+        self._summaries: dict[tuple[str, int], str] = {}  # by machine and seed
 
     def __enter__(self) -> Progress:
         self._live.__enter__()
@@ -43,7 +48,7 @@ class Progress:
         self._live.stop()
 
     def show(self, report: Report) -> None:
-        self._summaries[report.machine] = _summary(report)
+        self._summaries[report.machine, report.seed] = _summary(report)
         now = time.monotonic()
         if now - self._shown >= REFRESH:
             self._shown = now
@@ -71,7 +76,10 @@ def fuzz(
     keep: Path = KEEP,
     trace: bool = False,
 ) -> int:
-    """Run the fuzzer, each machine for its share; return 1 if it found something, 3 for an error of its own."""
+    """Run the fuzzer, each machine for its share; return 1 if it found something, 3 for an error of its own.
+
+    One machine that runs for a time searches in `jobs` processes, or in one for each core, with a seed for each.
+    """
     if seconds is None and examples is None:
         seconds = 60.0
     if seconds is not None and not seconds > 0:
@@ -79,10 +87,15 @@ def fuzz(
     names = list(MACHINES) if machine is None else [machine]
     machines = [_machine(name) for name in names]
     _check_writable(keep)
-    jobs = min(jobs or len(names), len(names))
-    share = None if seconds is None else seconds / math.ceil(len(names) / jobs)
-    programs = [None] * len(names) if examples is None else shares(examples, len(names))
-    tasks = [Search(made, seed, profile, count, share, trace) for made, count in zip(machines, programs, strict=True)]
+    seeds = [seed] * len(machines)
+    if machine is not None and examples is None:
+        jobs = jobs or len(os.sched_getaffinity(0))
+        machines *= jobs
+        seeds = [seed + index * SEEDS_APART for index in range(jobs)]
+    jobs = min(jobs or len(machines), len(machines))
+    share = None if seconds is None else seconds / math.ceil(len(machines) / jobs)
+    programs = [None] * len(machines) if examples is None else shares(examples, len(machines))
+    tasks = [Search(*each, share, trace) for each in zip(machines, seeds, repeat(profile), programs)]
     died: SearchDied | None = None
     with Progress() as progress:
         searches = Searches(tasks, jobs, progress.show, in_order=seconds is None)
@@ -102,17 +115,31 @@ def _show(searches: Searches, machines: Sequence[type[Machine]], keep: Path) -> 
     """Print the verdict and the states that were reached, and keep the first failure; return the exit code."""
     results = dict(sorted(searches.results.items()))
     found = next((result for result in results.values() if result.has_failed), None)
+    reports: dict[type[Machine], list[Report]] = {}
+    for index, result in results.items():
+        reports.setdefault(machines[index], []).append(result.report)
     if found is None:
-        verdicts = "; ".join(_verdict(result.report) for result in results.values())
+        verdicts = "; ".join(_verdict(_together(each)) for each in reports.values())
         print("nothing found, and interrupted:" if searches.interrupted else "nothing found:", verdicts)
     else:
         print(found.text)
         if found.replay_file:
             keep.write_text(found.replay_file, encoding="utf-8")
             print(f"replay it: trioengine fuzz --replay {keep}\n")
-    for index, result in results.items():
-        _show_coverage(result.report, machines[index].reachable)
+    for machine, each in reports.items():
+        _show_coverage(_together(each), machine.reachable)
     return 0 if found is None else FUZZER_FAILED if found.is_fuzzers_own else 1
+
+
+def _together(reports: Sequence[Report]) -> Report:
+    """The report of all searches with one machine."""
+    return replace(
+        reports[0],
+        programs=sum(report.programs for report in reports),
+        passes=sum(report.passes for report in reports),
+        seconds=max(report.seconds for report in reports),
+        coverage=sum((report.coverage for report in reports), Counter()),
+    )
 
 
 def _check_writable(keep: Path) -> None:
