@@ -98,6 +98,7 @@ QWEN35_MOE = {
     "architectures": ["Qwen3_5MoeForCausalLM"],
 }
 SEED_OSS = {"model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"]}
+ERNIE45 = {"model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"]}
 MAX_MODEL_LEN = {"phi3-short": 180}  # of a text whose frequencies are those of short ones
 WINDOWS = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -176,6 +177,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "tie_word_embeddings": True,
         "rope_theta": 1e7,
+    },
+    "ernie4_5": {**ERNIE45, "head_dim": 14, "num_key_value_heads": 3},
+    "ernie4_5-tied": {
+        **ERNIE45,
+        "head_dim": 20,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "rope_theta": 5e5,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     },
     "gemma3": GEMMA3,
     "gemma3-scaled": {

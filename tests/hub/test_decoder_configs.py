@@ -113,6 +113,11 @@ def test_defaults_are_those_of_transformers():
     assert (seed.num_kv_heads, seed.head_dim, nulls.num_kv_heads, nulls.head_dim) == (8, 128, 4, 8)
     assert (seed.attention_bias, seed.output_bias, seed.mlp_bias) == (True, False, False)
     assert (seed.tie_word_embeddings, seed.rope_theta) == (False, 1e4)
+    ernie, nulls = read("ernie4_5", num_attention_heads=8, **ABSENT), read("ernie4_5", **dict.fromkeys(ABSENT))
+    assert (ernie.num_kv_heads, ernie.head_dim, nulls.num_kv_heads, nulls.head_dim) == (2, 128, 4, 8)
+    assert (ernie.tie_word_embeddings, ernie.rope_theta, ernie.rms_norm_eps) == (True, 5e5, 1e-5)
+    assert read("ernie4_5", rope_parameters={"rope_type": "default"}).rope_theta == 5e5
+    assert not any(name.endswith(".bias") for name in read("ernie4_5", attention_bias=True).wanted_tensors())
     granite = read("granite")
     assert granite.embedding_multiplier == granite.attention_multiplier == 1.0
     assert granite.residual_multiplier == granite.logits_scaling == 1.0

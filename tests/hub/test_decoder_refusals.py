@@ -24,7 +24,7 @@ from trioengine.core.errors import ModelError
             (kind, {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers must be at most the number of tensors, 1000")
             for kind in (
                 *("qwen2", "qwen3", "mistral", "smollm3", "phi3", "gemma3_text", "granite", "olmo2"),
-                *("qwen3_moe", "olmoe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "seed_oss"),
+                *("qwen3_moe", "olmoe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "seed_oss", "ernie4_5"),
             )
         ),
         ("mistral", {"sliding_window": "4096"}, f"sliding_window {COUNT}, got '4096'"),
@@ -34,6 +34,8 @@ from trioengine.core.errors import ModelError
         ("seed_oss", {"attention_bias": 1}, "attention_bias must be true or false, got 1"),
         ("seed_oss", {"attention_out_bias": "no"}, "attention_out_bias must be true or false, got 'no'"),
         ("seed_oss", {"num_key_value_heads": ...}, "num_key_value_heads must divide the number of heads, 4, got 8"),
+        ("ernie4_5", {"use_bias": True}, "use_bias is not supported"),
+        ("ernie4_5", {"use_bias": 1}, "use_bias must be true or false, got 1"),
         ("granite", {"residual_multiplier": "1"}, "residual_multiplier must be a number above 0"),
         ("granite", {"logits_scaling": 0}, "logits_scaling must be a number above 0"),
         (
@@ -238,6 +240,7 @@ def test_a_bad_field_is_named(model_type, fields, message):
                 "olmoe",
                 "lfm2",
                 "seed_oss",
+                "ernie4_5",
                 "qwen35",
                 "qwen35moe",
             )

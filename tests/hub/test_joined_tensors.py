@@ -1,4 +1,4 @@
-"""Tensors that a directory has in place of several: stacks of experts, and interleaved projections."""
+"""Tensors that a directory has in place of several: stacks of experts, and interleaved projections; or rotary pairs."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from trioengine.hub.checkpoint import read_safetensors
 from trioengine.worker.weights import open_checkpoint
 
 STACK = "model.layers.1.mlp.experts.gate_up_proj"
+KEYS = "model.layers.1.self_attn.k_proj.weight"
 QKVZ = "model.layers.0.linear_attn.in_proj_qkvz.weight"
 
 
@@ -21,7 +22,7 @@ def stored(variant, **changes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", ["qwen3-next-groups", "qwen3_5-moe", "qwen3_5-moe-vision"])
+@pytest.mark.parametrize("variant", ["qwen3-next-groups", "qwen3_5-moe", "qwen3_5-moe-vision", "ernie4_5"])
 def test_the_parts_are_read(tmp_path, variant, dtype):
     """They are in memory of their own, which ends with them."""
     checkpoint = open_checkpoint(str(tiny_decoders.write(tmp_path, variant)))
@@ -54,6 +55,8 @@ def test_each_part_may_have_a_tensor_of_its_own(tmp_path, variant):
             {"model.layers.1.mlp.experts.2.up_proj.weight": torch.zeros(24, 48)},
             f"tensors '{STACK}' and 'model.layers.1.mlp.experts.2.up_proj.weight' are the same one",
         ),
+        ("ernie4_5", {KEYS: torch.zeros(40, 48)}, f"tensor {KEYS} has the shape [40, 48], not [42, 48]"),
+        ("ernie4_5", {KEYS: None}, f"missing tensors: '{KEYS}'"),
         ("qwen3-next", {QKVZ: torch.zeros(111, 48)}, f"tensor {QKVZ} has the shape [111, 48], not [112, 48]"),
         ("qwen3-next", {QKVZ: torch.zeros(112)}, f"tensor {QKVZ} has the shape [112], not [112, 48]"),
     ],

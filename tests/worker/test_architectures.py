@@ -58,6 +58,8 @@ IN_GGUF = {  # variants, with the keys of GGUF metadata that config.json has in 
     "lfm2": {"shortconv.l_cache": 3},
     "seed_oss": {},
     "seed_oss-tied": {},
+    "ernie4_5": {},
+    "ernie4_5-tied": {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
     "gemma3": {"attention.sliding_window": 20},
     "qwen3_5": DELTA,
     "qwen3_5-even": {
@@ -201,7 +203,7 @@ def stacked(tensors):
 def converted(name, array, config):
     """The array as the conversion writes it for the architecture, by the tensor's Hugging Face name."""
     architecture, kind = config["model_type"], name.rpartition("linear_attn.")[2]
-    if architecture in ("granite", "smollm3") and ("q_proj" in name or "k_proj" in name):
+    if architecture in ("granite", "smollm3", "ernie4_5") and ("q_proj" in name or "k_proj" in name):
         return permuted(array, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
     if architecture in tiny_decoders.UNIT_NORMS and name.endswith("norm.weight") and name == kind:
         return array + 1

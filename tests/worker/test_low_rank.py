@@ -13,7 +13,7 @@ from trioengine.core.errors import ModelError
 from trioengine.core.sampling_params import ResolvedParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-DECODERS = ("qwen3", "phi3", "gemma3", "lfm2", "qwen3_5", "qwen3-moe", "olmo2", "granite")
+DECODERS = ("qwen3", "phi3", "gemma3", "lfm2", "qwen3_5", "qwen3-moe", "olmo2", "granite", "ernie4_5")
 SCORED = ResolvedParams(temperature=0.0, max_tokens=24, seed=0, ignore_eos=True, logprobs=5)
 
 
@@ -56,6 +56,18 @@ def test_as_merged_in_other_architectures(tmp_path, options, variant):
     adapter = write_adapter(tmp_path / "adapter", path)
     expected = scored(load(merge(tmp_path / "merged", path, adapter), kv_cache_memory=8 << 20, **options))
     assert_same(scored(loaded(path, adapter, **options), 1), expected)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj"])
+def test_queries_and_keys_in_another_order_are_refused(tmp_path, name):
+    """An adapter would change other rows than in PEFT."""
+    path = tiny_decoders.write(tmp_path / "base", "ernie4_5")
+    matrix = f"base_model.model.model.layers.0.self_attn.{name}"
+    rows = {"q_proj": 84, "k_proj": 42}[name]
+    tensors = {f"{matrix}.lora_A.weight": torch.ones(2, 48), f"{matrix}.lora_B.weight": torch.ones(rows, 2)}
+    adapter = save_adapter(tmp_path / "adapter", PEFT, tensors)
+    with pytest.raises(ModelError, match=rf"{name}' is not a matrix of this model that adapters can change"):
+        loaded(path, adapter, **backend("torch"))
 
 
 @pytest.mark.parametrize("targets", ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "layers.1."])

@@ -48,11 +48,14 @@ class LowRankChange:
 def adaptable_matrices(config: ModelConfig) -> dict[str, Shape]:
     """Return the shapes of the matrices that adapters may change, by their names: of all layers, but for experts.
 
-    Of a model with images, and of an embedding model, there are none.
+    Parts of joined tensors are left out, because an adapter has the rows of its matrix in the stored order. Of a model
+    with images, and of an embedding model, there are none.
     """
     if config.images is not None or config.text.embeds:
         return {}
-    shapes = ((name.removesuffix(".weight"), shape) for name, shape in config.wanted_tensors().items())
+    moved = {part for joined in config.joined_tensors() for part in joined.parts}
+    wanted = ((name, shape) for name, shape in config.wanted_tensors().items() if name not in moved)
+    shapes = ((name.removesuffix(".weight"), shape) for name, shape in wanted)
     return {name: shape for name, shape in shapes if len(shape) == 2 and ".layers." in name and not _routes(name)}
 
 
