@@ -68,7 +68,7 @@ def logprobs_after(runner, tokens):
     batch = make_batch(output, runner.info.block_size).to(runner.model.device)
     with torch.inference_mode():
         hidden = runner.model.forward(batch, runner.target.spec.kernels.attention(batch, runner.cache))
-        return runner.model.logits(hidden)[0].float().log_softmax(dim=-1)
+        return runner.model.logits(hidden)[0].log_softmax(dim=-1)
 
 
 def generate(runner, prompts, max_tokens, params=None, adapters=(), **limits):

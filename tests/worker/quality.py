@@ -60,7 +60,7 @@ def logits_of(runner: TorchModelRunner, tokens: list[int]) -> Tensor:
             batch = make_batch(output, info.block_size)
             every = replace(batch, sample_rows=torch.arange(len(batch.token_ids)))
             hidden = runner.model.forward(every, runner.target.spec.kernels.attention(every, runner.cache))
-            found.append(runner.model.logits(hidden).float())
+            found.append(runner.model.logits(hidden))
         scheduler.update(output, runner.execute(output))
     return torch.cat(found)[: len(tokens)]
 

@@ -15,12 +15,12 @@ def compiler():
     needs_compiler()
 
 
-def layer(products, outputs, inputs, *, has_bias=False):
+def layer(products, outputs, inputs, *, has_bias=False, out_dtype=None):
     """A layer with its weight and bias in float64."""
     weight = torch.randn(outputs, inputs).to(products.dtype)
     bias = torch.randn(outputs).to(products.dtype) if has_bias else None
     exact = weight.double(), torch.zeros(outputs).double() if bias is None else bias.double()
-    return products.make(weight, bias), *exact
+    return products.make(weight, bias, out_dtype), *exact
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
@@ -44,6 +44,29 @@ def test_the_same_bits_in_any_batch_and_with_any_threads(shape, dtype, instructi
     linear, _, _ = layer(make_products(dtype, instructions), *shape, has_bias=True)
     x = torch.randn(263, shape[1]).to(dtype)
     check_rows(linear, x, (1, 2, 3, 4, 6, 8, 12, 119, 121))
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_results_in_float32_are_not_rounded(shape, instructions):
+    """They are the sums that are rounded to bfloat16 elsewhere, and have the same bits in any batch."""
+    products = make_products(torch.bfloat16, instructions)
+    torch.manual_seed(0)
+    linear, weight, bias = layer(products, *shape, has_bias=True, out_dtype=torch.float32)
+    x = torch.randn(263, shape[1]).bfloat16()
+    found = linear(x)
+    torch.testing.assert_close(found.double(), x.double() @ weight.t() + bias, rtol=1e-5, atol=1e-4)
+    assert torch.equal(found.bfloat16(), products.make(weight.bfloat16(), bias.bfloat16())(x))
+    check_rows(linear, x, (1, 2, 3, 4, 6, 8, 12, 119, 121))
+
+
+def test_results_are_of_the_dtype_or_float32():
+    for dtype in (torch.float32, torch.bfloat16):
+        made = make_products(dtype)
+        found = {asked: made.make(torch.zeros(4, 6).to(dtype), out_dtype=asked) for asked in (None, torch.float32)}
+        assert [linear(torch.zeros(2, 6).to(dtype)).dtype for linear in found.values()] == [dtype, torch.float32]
+    with pytest.raises(InvariantError, match=r"a product in torch\.float32 with results in torch\.bfloat16"):
+        make_products(torch.float32).make(torch.zeros(4, 6), out_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)

@@ -154,6 +154,20 @@ def test_the_same_bits_in_any_batch_and_with_any_threads(kind, instructions):
     check_rows(linear, x, (1, 2, 3, 4, 6, 127, 129))
 
 
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_in_float32_are_not_rounded(kind, instructions):
+    """They are the sums that are rounded to bfloat16 elsewhere, and have the same bits in any batch."""
+    made = make_products(torch.bfloat16, instructions)
+    weight, exact = stored(kind, 176, 320)
+    bias, x = torch.randn(176).bfloat16(), torch.randn(131, 320).bfloat16()
+    linear = made.make_integer(weight, bias, torch.float32)
+    found, expected = linear(x), reference(x, exact, bias)
+    assert (found.double() - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert torch.equal(found.bfloat16(), made.make_integer(weight, bias)(x))
+    check_rows(linear, x, (1, 2, 3, 4, 6, 127, 129))
+
+
 def test_what_is_not_finite_stays_in_its_row():
     weight, _ = stored("Q4_1", 32, 64)
     linear = make_products(torch.float32).make_integer(weight)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.torch_driver import needs_cuda
 
 from trioengine.worker.kernels.linear import make_linear
 
@@ -19,3 +20,16 @@ def test_linear_layers_of_torch(dtype, with_bias, rows):
     found = make_linear(weight.clone(), bias if with_bias else None)(x)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=20 * tolerance)
+    wide = make_linear(weight.clone(), bias if with_bias else None, torch.float32)(x)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide, found.float())
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_sums_of_cuda_are_not_rounded(with_bias):
+    needs_cuda()
+    weight, bias = torch.randn(96, 64).bfloat16().cuda(), torch.randn(96).bfloat16().cuda()
+    x = torch.randn(5, 64).bfloat16().cuda()
+    found = make_linear(weight, bias if with_bias else None, torch.float32)(x)
+    expected = x.double() @ weight.double().t() + (bias.double() if with_bias else 0)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-4)

@@ -67,10 +67,9 @@ def peaked(*probabilities):
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [5, 256, 300, 1024])
-def test_best_token_is_the_first_maximum(dtype, vocab_size):
-    rows = torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+def test_best_token_is_the_first_maximum(vocab_size):
+    rows = torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(0))
     rows[3, 2] = rows[3, 4] = 50.0
     best, ids = best_tokens(rows)
     assert torch.equal(best, rows.amax(-1))

@@ -100,14 +100,13 @@ void pack(const Element *weight, int64_t outputs, int64_t inputs, Element *packe
         pack_stream(weight, outputs, inputs, stream, packed);
 }
 
-// x [rows, inputs]; out [rows, outputs]; `room` is for that many rows.
 void linear(const Weight *w, const Element *x, int64_t rows, const Inputs *room, Element *out) {
-#pragma omp parallel
-    {
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++) prepare_row(x + r * w->inputs, r, *w, *room);
-        product(*room, *w, rows, out);
-    }
+    prepare_and_multiply(*w, x, rows, *room, out);
+}
+
+// The same without the last rounding.
+void linear_to_floats(const Weight *w, const Element *x, int64_t rows, const Inputs *room, float *out) {
+    prepare_and_multiply(*w, x, rows, *room, out);
 }
 
 // ---- called by native_decoder.py ----

@@ -23,6 +23,7 @@ FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "packed_size": (_COUNT, _COUNT),
     "pack": (_ADDRESS, _COUNT, _COUNT, _ADDRESS),
     "linear": (_ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _ADDRESS),
+    "linear_to_floats": (_ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _ADDRESS),
 }
 
 
@@ -84,7 +85,10 @@ class Profile:
 
 
 class Products:
-    """Makes linear layers on the CPU. While `profile` is set, calls add their times to it."""
+    """Makes linear layers on the CPU, whose results are of the dtype, or of `out_dtype`, float32.
+
+    Sums are in float32, so those results are not rounded. While `profile` is set, calls add their times to it.
+    """
 
     def __init__(self, native: ctypes.CDLL, dtype: torch.dtype) -> None:
         """`native` is compiled from native.cpp for the dtype."""
@@ -93,20 +97,22 @@ class Products:
         self.scratch = Scratch()
         self.profile: Profile | None = None
 
-    def make(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
+    def make(self, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> NativeLinear:
         """The layer of a weight [out_features, in_features] and a bias, both of the dtype and contiguous."""
         outputs, inputs = weight.shape
         packed = torch.empty(self.native.packed_size(outputs, inputs), dtype=torch.uint8)
         self.native.pack(address(weight, self.dtype), outputs, inputs, packed.data_ptr())
         place = WeightAddress(packed.data_ptr(), self._bias(bias, outputs), outputs, inputs, 0, 0, False)
-        return NativeLinear(self, place, packed, bias)
+        return NativeLinear(self, place, packed, bias, out_dtype)
 
-    def make_integer(self, weight: IntegerWeight, bias: Tensor | None = None) -> NativeLinear:
+    def make_integer(
+        self, weight: IntegerWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> NativeLinear:
         """The layer of a weight of which `can_multiply`."""
         packed, (outputs, inputs) = pack_integers(weight), weight.codes.shape
         form = weight.bits, weight.zero, weight.minima is not None
         place = WeightAddress(packed.data_ptr(), self._bias(bias, outputs), outputs, inputs, *form)
-        return NativeLinear(self, place, packed, bias)
+        return NativeLinear(self, place, packed, bias, out_dtype)
 
     def _bias(self, bias: Tensor | None, outputs: int) -> int | None:
         if bias is not None and bias.shape != (outputs,):
@@ -150,9 +156,21 @@ class Scratch:
 class NativeLinear:
     """A linear layer; its input is of the dtype of the products. For one thread at a time."""
 
-    def __init__(self, products: Products, place: WeightAddress, packed: Tensor, bias: Tensor | None) -> None:
-        """`place` has the addresses of the packed weight and of the bias."""
+    def __init__(
+        self,
+        products: Products,
+        place: WeightAddress,
+        packed: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype | None,
+    ) -> None:
+        """`place` has the addresses of the packed weight and of the bias; results are of `out_dtype`, or the dtype."""
         self.products, self.address = products, place
+        self._out_dtype = out_dtype or products.dtype
+        if self._out_dtype not in (products.dtype, torch.float32):
+            raise InvariantError(f"a product in {products.dtype} with results in {out_dtype}")
+        has_floats = self._out_dtype == torch.float32
+        self._run = products.native.linear_to_floats if has_floats else products.native.linear
         self.out_features, self.in_features = int(place.outputs), int(place.inputs)
         self.weight_bytes, self.is_integer = packed.nbytes, bool(place.bits)
         self._memory = packed, bias
@@ -164,10 +182,10 @@ class NativeLinear:
                 f"a product of {self.in_features} columns in {products.dtype} got {list(x.shape)} in {x.dtype}"
             )
         x = x.contiguous()
-        result = x.new_empty((rows, self.out_features))
+        result = x.new_empty((rows, self.out_features), dtype=self._out_dtype)
         room = ctypes.byref(products.scratch.reserve_inputs(rows, self.in_features))
         began = time.perf_counter()
-        products.native.linear(ctypes.byref(self.address), x.data_ptr(), rows, room, result.data_ptr())
+        self._run(ctypes.byref(self.address), x.data_ptr(), rows, room, result.data_ptr())
         if products.profile is not None:  # no other layer of a text model is called alone
             products.profile.add_product("head", time.perf_counter() - began, [(self, rows)])
         return result

@@ -36,7 +36,7 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""
+        """The logits [num_rows, vocab_size], in float32, of hidden states [num_rows, hidden_size]."""
         ...
 
 

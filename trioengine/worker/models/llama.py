@@ -102,7 +102,7 @@ class LlamaModel:
         if self.config.embeds:
             return None
         is_tied = self.config.tie_word_embeddings
-        return weights.linear_of(self._embedding, embedding) if is_tied else weights.linear("lm_head")
+        return weights.head(embedding, self._embedding) if is_tied else weights.head("lm_head")
 
     def read_frequencies(self, weights: WeightReader, max_positions: int) -> Tensor:
         """The frequencies of rotary positions: [rotary_dim / 2], float32."""
@@ -148,7 +148,7 @@ class LlamaModel:
         return self._decoder.forward(embeddings, batch, attention, states)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits [num_rows, vocab_size] of rows that `forward` has returned."""
+        """The logits [num_rows, vocab_size], in float32, of rows that `forward` has returned."""
         if self._head is None:
             raise InvariantError("logits of an embedding model, which has no head")
         return self._head(hidden)

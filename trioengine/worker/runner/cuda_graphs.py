@@ -29,7 +29,7 @@ _MOST_SEQUENCES = 512  # of a graph: larger steps keep a GPU busy without
 class Computed(NamedTuple):
     """The results of a step, until the next one."""
 
-    logits: Tensor  # [num_samples, vocab_size]
+    logits: Tensor  # [num_samples, vocab_size], float32
     best: Best
 
 

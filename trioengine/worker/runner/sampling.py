@@ -46,7 +46,7 @@ class Best(NamedTuple):
 
 
 def sample_all(logits: Tensor, scheduled: Iterable[ScheduledSequence], best: Best | None = None) -> list[Sampled]:
-    """The result of each entry that samples, from a row of logits [num_rows, vocab_size] for each of its places.
+    """The result of each entry that samples, from a row of logits [num_rows, vocab_size], float32, for each place.
 
     `best`: the `best_tokens` of these logits, if they are known.
     """
@@ -58,27 +58,26 @@ def sample_all(logits: Tensor, scheduled: Iterable[ScheduledSequence], best: Bes
 
 
 def sample(logits: Tensor, sequences: list[Sequence], best: Best | None = None) -> list[Sampled]:
-    """One token for each row of logits [num_rows, vocab_size]; a row without one, or not finite, fails alone.
+    """One token for each row of logits [num_rows, vocab_size], float32; a row without one, or not finite, fails alone.
 
     A row's token depends on the row, its parameters, its seed and its position, and on nothing else in the batch.
     `best`: the `best_tokens` of these logits, if they are known.
     """
     if not sequences:
         return []
-    raw = logits if all(_is_plain(sequence) for sequence in sequences) else logits.float()
     changed = [row for row, sequence in enumerate(sequences) if changes_logits(sequence)]
     masks, failures = _masks(sequences)
-    processed = raw.clone() if changed else raw
+    processed = logits.clone() if changed else logits
     for row in changed:
         process_row(processed[row], sequences[row])
     if masks:
         processed = _allowed(processed, masks)
-    if best is None or processed is not raw:
+    if best is None or processed is not logits:
         best = best_tokens(processed)
     highest, token_ids = best
     _draw_all(processed, highest, token_ids, sequences)
-    checked = _checked(highest, highest if processed is raw else raw.amax(dim=-1))
-    rows = _rows(sequences, token_ids.tolist(), checked, _logprobs(raw, token_ids, sequences))
+    checked = _checked(highest, highest if processed is logits else logits.amax(dim=-1))
+    rows = _rows(sequences, token_ids.tolist(), checked, _logprobs(logits, token_ids, sequences))
     return [failures.get(row, sampled) for row, sampled in enumerate(rows)]
 
 
@@ -112,7 +111,7 @@ def _allowed(logits: Tensor, masks: Mapping[int, bytes]) -> Tensor:
 def best_tokens(logits: Tensor) -> Best:
     """Find the maximum of every row of logits [num_rows, vocab_size].
 
-    Maxima of buckets first, then inside the one bucket: nine times as fast as argmax over a row of bfloat16.
+    Maxima of buckets first, then inside the one bucket: seven times as fast as argmax over 64 rows of 49,152.
     """
     rows = torch.arange(len(logits), device=logits.device)
     padded = (
@@ -122,11 +121,6 @@ def best_tokens(logits: Tensor) -> Best:
     maxima = buckets.amax(dim=-1)  # [num_rows, num_buckets]
     bucket = maxima.argmax(dim=-1)
     return Best(maxima[rows, bucket], bucket * _BUCKET + buckets[rows, bucket].argmax(dim=-1))
-
-
-def _is_plain(sequence: Sequence) -> bool:
-    params = sequence.params
-    return params.temperature < GREEDY_BELOW and params.logprobs is None and not changes_logits(sequence)
 
 
 def _checked(best: Tensor, raw_best: Tensor) -> list[float]:

@@ -57,7 +57,7 @@ def _logprobs(
     top = sequence.params.prompt_logprobs or 0
     found: list[Logprobs] = []
     for start, end in pairwise([*range(0, len(scores), at_once), len(scores)]):
-        logits = logits_of(hidden[start:end]).float()
+        logits = logits_of(hidden[start:end])
         if not bool(logits.amax(dim=-1).isfinite().all()):
             return None
         targets = sequence.token_ids[scores.start + start : scores.start + end]

@@ -6,7 +6,7 @@ import math
 import os
 import weakref
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -74,10 +74,23 @@ class LinearOptions:
     products: Products | None = None  # None: torch's
     takes_integers: bool = False  # of `products`, where weights are stored so
     quantizes: bool = False  # weights that are stored otherwise, to integers
+    out_dtype: torch.dtype | None = None  # of results; None: the model's dtype
 
     def exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """A layer of numbers of the dtype."""
-        return make_linear(weight, bias) if self.products is None else self.products.make(weight, bias)
+        make = make_linear if self.products is None else self.products.make
+        return make(weight, bias, self.out_dtype)
+
+    def of_integers(self, weight: IntegerWeight | None, bias: Tensor | None = None) -> Linear | None:
+        """A layer of integers that are stored; None where products do not take them."""
+        if self.products is None or weight is None or not can_multiply(weight.codes.shape) or not weight.fits_float16:
+            return None
+        return self.products.make_integer(weight, bias, self.out_dtype)
+
+    def make(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A layer of numbers, or of the integers that they are quantized to."""
+        integers = to_integers(weight) if self.quantizes and can_multiply(weight.shape) else None
+        return self.of_integers(integers, bias) or self.exact(weight, bias)
 
 
 class Projection(NamedTuple):
@@ -127,43 +140,43 @@ class WeightReader:
 
         The header's check leaves no doubt: a checkpoint has the biases of its configuration, and no others.
         """
-        bias = (
-            self._give(joined([self._read(f"{name}.bias") for name in names])) if self.has(f"{names[0]}.bias") else None
-        )
-        linear = self._make_stored(names, bias)
-        if linear is None:
-            linear = self._make(self._give(joined([self._read(f"{name}.weight") for name in names])), bias)
-        else:
-            for name in names:
-                self._count(f"{name}.weight")
+        linear = self._linear(self._linears, *names)
         self.projections[linear] = tuple(
             Projection(name, self._checkpoint.tensors[f"{name}.weight"].shape[0]) for name in names
         )
         return linear
 
+    def head(self, name: str, weight: Tensor | None = None) -> Linear:
+        """The layer from hidden states to logits, which are float32: in bfloat16 many of the best would be equal.
+
+        `weight`: the tensor `NAME.weight`, where `tensor` has returned it for an embedding that is the head too.
+        """
+        options = replace(self._linears, out_dtype=torch.float32)
+        if weight is None:
+            return self._linear(options, name)
+        return self._stored_linear(options, (name,), None) or options.make(weight)
+
     def exact_linear(self, *names: str) -> Linear:
         """A layer of numbers of the dtype, also where others are of integers."""
         return self._linears.exact(self._give(joined([self._read(f"{name}.weight") for name in names])))
 
-    def linear_of(self, weight: Tensor, name: str) -> Linear:
-        """A layer of the weight that `tensor` has returned for `NAME.weight`, as an embedding that is the head too."""
-        return self._make_stored((name,), None) or self._make(weight)
+    def _linear(self, options: LinearOptions, *names: str) -> Linear:
+        bias = (
+            self._give(joined([self._read(f"{name}.bias") for name in names])) if self.has(f"{names[0]}.bias") else None
+        )
+        linear = self._stored_linear(options, names, bias)
+        if linear is None:
+            return options.make(self._give(joined([self._read(f"{name}.weight") for name in names])), bias)
+        for name in names:
+            self._count(f"{name}.weight")
+        return linear
 
-    def _make_stored(self, names: tuple[str, ...], bias: Tensor | None) -> Linear | None:
-        """A layer of the integers that are stored; None where products do not take them."""
-        options = self._linears
+    def _stored_linear(self, options: LinearOptions, names: tuple[str, ...], bias: Tensor | None) -> Linear | None:
         if options.products is None or not options.takes_integers:
             return None
-        weight = join_integers(self._checkpoint.read_integers(f"{name}.weight") for name in names)
-        if weight is None or not can_multiply(weight.codes.shape) or not weight.fits_float16:
-            return None
-        return options.products.make_integer(weight, bias)
-
-    def _make(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        products, quantizes = self._linears.products, self._linears.quantizes and can_multiply(weight.shape)
-        if products is not None and quantizes and (integers := to_integers(weight)).fits_float16:
-            return products.make_integer(integers, bias)
-        return self._linears.exact(weight, bias)
+        return options.of_integers(
+            join_integers(self._checkpoint.read_integers(f"{name}.weight") for name in names), bias
+        )
 
     def in_use(self) -> list[Tensor]:
         """The tensors given out that are still referenced."""
