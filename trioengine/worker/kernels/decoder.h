@@ -169,11 +169,11 @@ void activate(int64_t rows, Activation activation, const Weight &next, const Scr
 
 void multiply(const Layer &layer, int64_t rows, Activation activation, const Scratch &scratch, Element *out,
               Watch &watch) {
-    product(scratch.inputs, layer.gate_up, rows, scratch.wide);
+    product(scratch.inputs, layer.gate_up, rows, {scratch.wide});
     watch.lap(GATE_UP);
     activate(rows, activation, layer.down, scratch);
     watch.lap(ACTIVATION);
-    product(scratch.inputs, layer.down, rows, out);
+    product(scratch.inputs, layer.down, rows, {out});
     watch.lap(DOWN);
 }
 
@@ -209,7 +209,7 @@ void activate_experts(const Experts &experts, int64_t rows, Activation activatio
 void multiply(const Experts &experts, int64_t rows, Activation activation, Scratch &scratch, Element *out, Watch &watch) {
     const int64_t chosen = experts.routing.chosen, size = experts.router.inputs;
     const Routes &routes = scratch.routes;
-    product(scratch.inputs, experts.router, rows, scratch.wide);
+    product(scratch.inputs, experts.router, rows, {scratch.wide});
     watch.lap(ROUTER);
     route_rows(experts, rows, scratch);
     watch.lap(ROUTING);
@@ -239,12 +239,12 @@ void decode_layers(const Decoder &d, const Step &s, Scratch &scratch) {
         const bool is_last = i == d.num_layers - 1;
         const int64_t rows = is_last ? s.outputs : s.tokens;
         float *hidden = is_last ? scratch.selected : scratch.hidden;
-        product(x, layer.qkv, s.tokens, scratch.wide);
+        product(x, layer.qkv, s.tokens, {scratch.wide});
         watch.lap(QKV);
         const Operation mixer = mix(d, layer, s, cache, states, scratch);
         prepare_mixed(s, is_last, rows, size, layer.output, scratch);
         watch.lap(mixer);
-        product(x, layer.output, rows, s.delta);
+        product(x, layer.output, rows, {s.delta});
         watch.lap(OUTPUT);
         const Weight &next = layer.experts.are_there() ? layer.experts.router : layer.gate_up;
         add_rows(hidden, s.delta, layer.after_attention, rows, size, scratch.narrow, &next, scratch);

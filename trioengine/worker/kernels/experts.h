@@ -114,7 +114,7 @@ inline void expert_products(const Inputs &x, const Weight *weights, const Routes
     for (int64_t number = 0; number < pieces * routes.num_spans; number++) {
         const Span &span = routes.spans[number / pieces];
         const Weight &w = weights[span.expert];
-        if (number % pieces < num_tasks(w)) product_task(x, w, span.start, span.end, number % pieces, out);
+        if (number % pieces < num_tasks(w)) product_task(x, w, span.start, span.end, number % pieces, {out});
     }
 }
 

@@ -1,6 +1,5 @@
 // Matrix products of numbers of the dtype. Every result is one sum in float32, in the order of the columns, whatever rows
-// and outputs are computed beside it. So a row has the same bits in any batch, and with any number of threads. Only a
-// Result that is not float rounds it.
+// and outputs are computed beside it. So a row has the same bits in any batch, and with any number of threads.
 //
 // A weight lies in streams, of the outputs that a tile has: first their numbers of two columns, then of the next two. Two
 // numbers of bfloat16 of one output share a word, the first column in its upper half. Behind the last output and the last
@@ -123,8 +122,8 @@ inline void add_columns(Floats (&sums)[ROWS][VECTORS], const Element *data, cons
 }
 #endif
 
-template <int ROWS, class Result>
-void float_tile(const Prepared *values, const Weight &w, int64_t row, int64_t stream, Result *out) {
+template <int ROWS>
+void float_tile(const Prepared *values, const Weight &w, int64_t row, int64_t stream, const Results &out) {
     const int64_t columns = padded(w.inputs), distance = ROW_GROUP * row_length(w.inputs);
     const Prepared *x = values + row_place(row, w.inputs);
     const Element *data = (const Element *)w.data + stream * STREAM * columns;
@@ -139,20 +138,19 @@ void float_tile(const Prepared *values, const Weight &w, int64_t row, int64_t st
         for (int v = 0; v < VECTORS; v++) *(FloatsThere *)(results + v * LANES) = sums[r][v];
         for_lanes(count, [&](int64_t i, int n) {
             const Floats bias = w.bias == nullptr ? Floats{} : load(w.bias + first + i, n);
-            store_lanes(out + (row + r) * w.outputs + first + i, load(results + i, n) + bias, n);
+            out.store((row + r) * w.outputs + first + i, load(results + i, n) + bias, n);
         });
     }
 }
 
-template <int ROWS, class Result>
-inline int64_t float_tiles(const Prepared *values, const Weight &w, int64_t row, int64_t end, int64_t stream, Result *out) {
+template <int ROWS>
+inline int64_t float_tiles(const Prepared *values, const Weight &w, int64_t row, int64_t end, int64_t stream, const Results &out) {
     for (; row + ROWS <= end; row += ROWS) float_tile<ROWS>(values, w, row, stream, out);
     return row;
 }
 
 // Only the last tiles have less than a group of rows, and lie in one.
-template <class Result>
-inline void float_task(const Prepared *values, const Weight &w, int64_t row, int64_t end, int64_t stream, Result *out) {
+inline void float_task(const Prepared *values, const Weight &w, int64_t row, int64_t end, int64_t stream, const Results &out) {
     row = float_tiles<MOST_ROWS>(values, w, row, end, stream, out);
     row = float_tiles<2 * ROW_GROUP>(values, w, row, end, stream, out);
     row = float_tiles<ROW_GROUP>(values, w, row, end, stream, out);

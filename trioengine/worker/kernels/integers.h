@@ -78,8 +78,8 @@ inline __attribute__((always_inline)) void sum_group(const int32_t (&starts)[COU
         }
 }
 
-template <int BITS, int COUNT, int WIDTH, class Result>
-void integer_tile(const Activations &x, const Weight &w, int64_t row, int64_t panel, Result *out) {
+template <int BITS, int COUNT, int WIDTH>
+void integer_tile(const Activations &x, const Weight &w, int64_t row, int64_t panel, const Results &out) {
     constexpr int PARTS_OF_PANEL = PANEL / LANES;
     constexpr int JOINT = PARTS_OF_PANEL == 1 ? WIDTH : 1;  // registers of codes that are multiplied together
     const int64_t panel_bytes = CODE_BYTES<BITS> + (w.has_minima ? 3 : 2) * FACTOR_BYTES;
@@ -115,12 +115,12 @@ void integer_tile(const Activations &x, const Weight &w, int64_t row, int64_t pa
     for (int i = 0; i < WIDTH * PARTS_OF_PANEL; i++) {
         const int64_t column = panel * PANEL + i * LANES;
         const Floats bias = w.bias == nullptr ? Floats{} : load(w.bias + column);
-        for (int r = 0; r < COUNT; r++) store_lanes(out + (row + r) * w.outputs + column, results[r][i] + bias);
+        for (int r = 0; r < COUNT; r++) out.store((row + r) * w.outputs + column, results[r][i] + bias);
     }
 }
 
-template <int BITS, int WIDTH, class Result>
-void integer_tiles(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t panel, Result *out) {
+template <int BITS, int WIDTH>
+void integer_tiles(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t panel, const Results &out) {
     for (; row + TILE_ROWS <= end; row += TILE_ROWS) integer_tile<BITS, TILE_ROWS, WIDTH>(x, w, row, panel, out);
     if constexpr (TILE_ROWS > 1) switch (end - row) {
         case 3: return integer_tile<BITS, 3, WIDTH>(x, w, row, panel, out);
@@ -134,8 +134,8 @@ constexpr int64_t AT_ONCE = 2 * PANELS;  // that a task computes
 inline int64_t num_panels(const Weight &w) { return w.outputs / PANEL; }
 inline int64_t num_pieces(const Weight &w) { return (num_panels(w) + AT_ONCE - 1) / AT_ONCE; }
 
-template <int BITS, class Result>
-inline void integer_task(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t piece, Result *out) {
+template <int BITS>
+inline void integer_task(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t piece, const Results &out) {
     const int64_t last = std::min((piece + 1) * AT_ONCE, num_panels(w));
     for (int64_t panel = piece * AT_ONCE; panel < last; panel += PANELS)
         if (panel + PANELS <= last)

@@ -101,12 +101,12 @@ void pack(const Element *weight, int64_t outputs, int64_t inputs, Element *packe
 }
 
 void linear(const Weight *w, const Element *x, int64_t rows, const Inputs *room, Element *out) {
-    prepare_and_multiply(*w, x, rows, *room, out);
+    prepare_and_multiply(*w, x, rows, *room, {out});
 }
 
 // The same without the last rounding.
 void linear_to_floats(const Weight *w, const Element *x, int64_t rows, const Inputs *room, float *out) {
-    prepare_and_multiply(*w, x, rows, *room, out);
+    prepare_and_multiply(*w, x, rows, *room, {nullptr, out});
 }
 
 // ---- called by native_decoder.py ----

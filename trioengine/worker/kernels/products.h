@@ -1,5 +1,5 @@
 // A weight, rows that are prepared for its product, and the product itself: of integers (integers.h), or of numbers of the
-// dtype (floats.h). Its results are of the dtype, or float.
+// dtype (floats.h).
 
 #pragma once
 
@@ -24,8 +24,7 @@ inline void prepare_row(const Element *x, int64_t row, const Weight &w, const In
 // Tasks of a block of rows, each of some outputs.
 inline int64_t num_tasks(const Weight &w) { return w.bits > 0 ? num_pieces(w) : num_streams(w.outputs); }
 
-template <class Result>
-inline void product_task(const Inputs &x, const Weight &w, int64_t row, int64_t end, int64_t piece, Result *out) {
+inline void product_task(const Inputs &x, const Weight &w, int64_t row, int64_t end, int64_t piece, const Results &out) {
     if (w.bits == 4)
         integer_task<4>(x.quantized, w, row, end, piece, out);
     else if (w.bits == 8)
@@ -35,8 +34,7 @@ inline void product_task(const Inputs &x, const Weight &w, int64_t row, int64_t 
 }
 
 // The threads of a parallel region take tasks from one counter, and wait for the last. out [rows, outputs].
-template <class Result>
-inline void product(const Inputs &x, const Weight &w, int64_t rows, Result *out) {
+inline void product(const Inputs &x, const Weight &w, int64_t rows, const Results &out) {
     const int64_t pieces = num_tasks(w), block = w.bits > 0 ? BLOCK : FLOAT_BLOCK;
 #pragma omp for schedule(guided)
     for (int64_t number = 0; number < pieces * ((rows + block - 1) / block); number++) {
@@ -46,8 +44,7 @@ inline void product(const Inputs &x, const Weight &w, int64_t rows, Result *out)
 }
 
 // x [rows, inputs]; out [rows, outputs]; `room` is for that many rows.
-template <class Result>
-inline void prepare_and_multiply(const Weight &w, const Element *x, int64_t rows, const Inputs &room, Result *out) {
+inline void prepare_and_multiply(const Weight &w, const Element *x, int64_t rows, const Inputs &room, const Results &out) {
 #pragma omp parallel
     {
 #pragma omp for schedule(static)

@@ -15,4 +15,17 @@ struct Weight {
     bool has_minima;
 };
 
+// The results of a product, [rows, outputs]: rounded to the dtype, or the sums themselves.
+struct Results {
+    Element *rounded;
+    float *sums = nullptr;  // in place of the others
+
+    void store(int64_t at, Floats values, int count = LANES) const {
+        if (sums == nullptr)
+            store_lanes(rounded + at, values, count);
+        else
+            store_lanes(sums + at, values, count);
+    }
+};
+
 }  // namespace
