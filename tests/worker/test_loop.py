@@ -36,7 +36,8 @@ from trioengine.core.messages import (
 )
 from trioengine.core.types import FinishReason
 from trioengine.worker.process import serve
-from trioengine.worker.scheduling.sequence import ModelInfo, OnProgress, SchedulerOutput
+from trioengine.worker.scheduling.runner_interface import ModelInfo, OnProgress
+from trioengine.worker.scheduling.sequence import SchedulerOutput
 from trioengine.worker.transport import Progress, Transport
 
 

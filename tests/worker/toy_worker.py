@@ -25,7 +25,8 @@ from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import token_ids
 from trioengine.worker.process import run
 from trioengine.worker.scheduling.images import DecodedImage, ImageError, TileShape, Vision
-from trioengine.worker.scheduling.sequence import ModelInfo, OnProgress, Sampled, SchedulerOutput, Sequence
+from trioengine.worker.scheduling.runner_interface import ModelInfo, OnProgress
+from trioengine.worker.scheduling.sequence import Sampled, SchedulerOutput, Sequence
 from trioengine.worker.transport import PAYLOAD_ID, SEALS
 
 VOCAB_SIZE = 1000

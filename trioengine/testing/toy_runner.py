@@ -29,6 +29,7 @@ from trioengine.testing.toy_states import ToyStates
 from trioengine.testing.toy_weights import TOY_PATH, toy_adapted, toy_quantization, toy_weights
 from trioengine.testing.toy_windows import ToyWindows
 from trioengine.worker.scheduling.images import Tile
+from trioengine.worker.scheduling.runner_interface import WantedDraft
 from trioengine.worker.scheduling.sequence import (
     BlockCopy,
     Limits,
@@ -36,7 +37,6 @@ from trioengine.worker.scheduling.sequence import (
     ScheduledSequence,
     SchedulerOutput,
     Sequence,
-    WantedDraft,
 )
 from trioengine.worker.scheduling.speculation import shared, verified
 

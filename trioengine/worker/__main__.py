@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trioengine.core.config import WorkerConfig
-    from trioengine.worker.scheduling.sequence import ModelInfo, ModelRunner, OnProgress
+    from trioengine.worker.scheduling.runner_interface import ModelInfo, ModelRunner, OnProgress
 
 MARK = "report: "  # before the JSON, because libraries also print
 

@@ -48,15 +48,8 @@ from trioengine.worker.scheduling.engine_core import EngineCore, Event
 from trioengine.worker.scheduling.grammars import GrammarCompiled, compile_for
 from trioengine.worker.scheduling.image_queue import PictureDecoded, decode_picture
 from trioengine.worker.scheduling.images import Decode, Picture
-from trioengine.worker.scheduling.sequence import (
-    Constraint,
-    Limits,
-    ModelInfo,
-    ModelRunner,
-    OnProgress,
-    Sequence,
-    SequenceStatus,
-)
+from trioengine.worker.scheduling.runner_interface import ModelInfo, ModelRunner, OnProgress
+from trioengine.worker.scheduling.sequence import Constraint, Limits, Sequence, SequenceStatus
 from trioengine.worker.transport import Progress, Transport, start_receiving
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import gc
 from helpers.toy_driver import sequence_of
 
 from trioengine.worker.scheduling.prompt_lookup import INDEXED_A_STEP, NGRAM, NgramIndex, PromptLookup
-from trioengine.worker.scheduling.sequence import WantedDraft
+from trioengine.worker.scheduling.runner_interface import WantedDraft
 
 
 def test_the_latest_occurrence_is_continued() -> None:

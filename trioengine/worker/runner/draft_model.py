@@ -14,7 +14,8 @@ import torch
 from trioengine.worker.kernels.batch import ForwardBatch, make_batch
 from trioengine.worker.runner.loaded_model import LoadedModel
 from trioengine.worker.runner.sampling import best_tokens
-from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence, WantedDraft
+from trioengine.worker.scheduling.runner_interface import WantedDraft
+from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 from trioengine.worker.scheduling.speculation import shared
 
 

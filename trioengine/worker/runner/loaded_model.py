@@ -19,7 +19,8 @@ from trioengine.worker.runner.cuda_graphs import Computed, CudaGraphs, graph_siz
 from trioengine.worker.runner.kernel_choice import StepGraphs
 from trioengine.worker.runner.model_spec import ModelSpec
 from trioengine.worker.runner.model_weights import ModelWeights
-from trioengine.worker.scheduling.sequence import OnProgress, SchedulerOutput
+from trioengine.worker.scheduling.runner_interface import OnProgress
+from trioengine.worker.scheduling.sequence import SchedulerOutput
 
 
 class LoadedModel:

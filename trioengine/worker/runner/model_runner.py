@@ -28,14 +28,8 @@ from trioengine.worker.runner.sampling import sample_all
 from trioengine.worker.runner.scoring import with_scores
 from trioengine.worker.scheduling.images import DecodedImage, Tile, TileShape, Vision
 from trioengine.worker.scheduling.prompt_lookup import PromptLookup
-from trioengine.worker.scheduling.sequence import (
-    Drafter,
-    ModelInfo,
-    OnProgress,
-    Sampled,
-    SchedulerOutput,
-    WantedDraft,
-)
+from trioengine.worker.scheduling.runner_interface import Drafter, ModelInfo, OnProgress, WantedDraft
+from trioengine.worker.scheduling.sequence import Sampled, SchedulerOutput
 
 
 class TorchModelRunner:

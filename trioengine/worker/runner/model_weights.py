@@ -24,7 +24,7 @@ from trioengine.worker.kernels.linear import Linear
 from trioengine.worker.models import Model, load_model
 from trioengine.worker.runner.adapters import load_low_rank
 from trioengine.worker.runner.model_spec import ModelSpec
-from trioengine.worker.scheduling.sequence import OnProgress
+from trioengine.worker.scheduling.runner_interface import OnProgress
 from trioengine.worker.weights.checkpoint import Projection, WeightReader
 
 _LIBC = ctypes.CDLL(None)

@@ -52,8 +52,9 @@ from trioengine.worker.scheduling.adapters import Adapters
 from trioengine.worker.scheduling.grammars import Compiler, GrammarCompiled, NoCompiler
 from trioengine.worker.scheduling.image_queue import Decoder, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, place_images
+from trioengine.worker.scheduling.runner_interface import ModelRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
-from trioengine.worker.scheduling.sequence import Limits, ModelRunner, Sequence, SequenceStatus
+from trioengine.worker.scheduling.sequence import Limits, Sequence, SequenceStatus
 
 Event: TypeAlias = ToWorker | PayloadArrived | PictureDecoded | GrammarCompiled
 EMBEDDING_BYTES = MIN_FRAME_LIMIT // 2  # of embeddings in a message; the rest of a frame is for its other fields

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from weakref import WeakKeyDictionary
 
-from trioengine.worker.scheduling.sequence import Sequence, WantedDraft
+from trioengine.worker.scheduling.runner_interface import WantedDraft
+from trioengine.worker.scheduling.sequence import Sequence
 from trioengine.worker.scheduling.speculation import shared
 
 NGRAM = 3  # tokens that have to occur before

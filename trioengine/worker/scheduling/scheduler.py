@@ -44,16 +44,15 @@ from operator import attrgetter, eq
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.messages import ImageInput, RequestFailed, TokensRow, WorkerStatistics
-from trioengine.core.types import FinishReason, token_ids
 from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.image_queue import Decoder, NoDecoder, PictureDecoded, Waiters
 from trioengine.worker.scheduling.images import PayloadArrived, PictureStatus
 from trioengine.worker.scheduling.integrity import check_kept, check_known, check_order, check_prefills
 from trioengine.worker.scheduling.prompt_lookup import PromptLookup
+from trioengine.worker.scheduling.runner_interface import Drafter
 from trioengine.worker.scheduling.sequence import (
     MAX_FORCED,
     Constraint,
-    Drafter,
     Limits,
     Sampled,
     ScheduledSequence,
@@ -398,7 +397,7 @@ class Scheduler:
         """
         if sequence.reading:
             self.pictures.stop_reading(sequence)
-        row.finish_reason = self._append_sampled(sequence, row)
+        row.finish_reason = sequence.append_sampled(row, self.limits.max_sequence_len)
         if sequence.num_output_tokens <= 1:
             self._prompt_tokens += sequence.num_prompt_tokens
         num_kept = max(0, len(row.token_ids) - 1)
@@ -418,20 +417,6 @@ class Scheduler:
             row.finish_reason = sequence.finish_reason(self.limits.max_sequence_len)
         self._generation_tokens += len(row.token_ids)
         return num_kept
-
-    def _append_sampled(self, sequence: Sequence, row: TokensRow) -> FinishReason | None:
-        """Append the row's tokens, and cut the row behind the one with which the answer ends."""
-        if sequence.params.max_tokens == 0:
-            row.token_ids, row.logprobs = token_ids(), None
-            return FinishReason.LENGTH
-        for count, token_id in enumerate(row.token_ids, start=1):
-            sequence.token_ids.append(token_id)
-            finish_reason = sequence.finish_reason(self.limits.max_sequence_len)
-            if finish_reason is not None:
-                del row.token_ids[count:]
-                row.logprobs = row.logprobs and row.logprobs[:count]
-                return finish_reason
-        return None
 
     # ---- coming and going -------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A sequence, and one step over sequences: its limits, its plan, and the interface to the model runner.
+"""A sequence, and one step over sequences: its limits, and its plan.
 
 A step is planned (`StepPlan`) and given to the runner (`SchedulerOutput`), which returns a `Sampled` for each sequence
 whose last token it has computed, or whose prompt gets logprobs.
@@ -7,22 +7,18 @@ whose last token it has computed, or whose prompt gets logprobs.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypeAlias
 
 from trioengine.core.errors import InvariantError, RequestRejected
 from trioengine.core.messages import NO_ADAPTER, RequestFailed, TokensRow
-from trioengine.core.power import Tag
 from trioengine.core.sampling_params import ResolvedParams, check_room
 from trioengine.core.types import FinishReason, Logprobs, Usage, token_ids
-from trioengine.worker.scheduling.adapters import AdapterRunner
-from trioengine.worker.scheduling.images import Picture, PromptImages, Tile, TilePiece, TileShape, Vision
+from trioengine.worker.scheduling.images import Picture, PromptImages, Tile, TilePiece, TileShape
 from trioengine.worker.scheduling.speculation import Pace
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT, StateCopy, StateSave
 
-OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
 DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
 MAX_FORCED = 15  # tokens in a row that are not sampled, because a grammar allows no others
 
@@ -156,6 +152,23 @@ class Sequence:
         if params.max_tokens is not None and self.num_output_tokens >= params.max_tokens:
             return FinishReason.LENGTH
         return FinishReason.LENGTH if self.num_tokens >= max_sequence_len else None
+
+    def append_sampled(self, row: TokensRow, max_sequence_len: int) -> FinishReason | None:
+        """Append the row's tokens, and cut the row behind the one with which the answer ends.
+
+        Returns why it ends; None if it goes on.
+        """
+        if self.params.max_tokens == 0:
+            row.token_ids, row.logprobs = token_ids(), None
+            return FinishReason.LENGTH
+        for count, token_id in enumerate(row.token_ids, start=1):
+            self.token_ids.append(token_id)
+            finish_reason = self.finish_reason(max_sequence_len)
+            if finish_reason is not None:
+                del row.token_ids[count:]
+                row.logprobs = row.logprobs and row.logprobs[:count]
+                return finish_reason
+        return None
 
     def num_tokens_left(self, max_sequence_len: int) -> int:
         """How many tokens can follow, at most."""
@@ -364,71 +377,3 @@ class SchedulerOutput:
 # A row with a token, with logprobs of the prompt, or both, or with an embedding, still without finish reason and usage;
 # or an error.
 Sampled: TypeAlias = TokensRow | RequestFailed
-
-
-class WantedDraft(NamedTuple):
-    """A draft of up to `most` tokens for a sequence of which only the last token is not computed."""
-
-    sequence: Sequence
-    most: int
-
-
-class Drafter(Protocol):
-    """Drafts the next tokens of sequences."""
-
-    def draft(self, wanted: Items[WantedDraft], room: int) -> list[tuple[int, ...]]:
-        """Return a draft for each, which may be empty; together they have no more than `room` tokens."""
-        ...
-
-
-class ModelRunner(Drafter, AdapterRunner, Protocol):
-    """Runs the forward pass and the sampler, and drafts; the simulated worker has a toy one."""
-
-    def execute(self, output: SchedulerOutput) -> list[Sampled]:
-        """Copy blocks, encode tiles, then compute.
-
-        Returns one entry for each scheduled sequence with `samples` or `scores`, in their order.
-        """
-        ...
-
-    def prepare(self) -> bool:
-        """Prepare one more thing for later steps, if any is missing; returns whether it did."""
-        ...
-
-    def sleep(self) -> None:
-        """Give memory back to the system: the KV cache, and the weights, which are kept in host memory."""
-        ...
-
-    def wake(self, tags: frozenset[Tag]) -> None:
-        """Take memory for these sleeping tags again. Raises ModelError if it cannot be had, and they still sleep."""
-        ...
-
-    def update_weights(self, path: str) -> str:
-        """Load these weights; while the weights sleep, check them, drop the old ones, and load them at `wake`.
-
-        Returns their quantization, as READY has it.
-
-        Raises ModelError if they do not fit or cannot be read, and the old ones stay. After any other exception neither
-        are there.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """A loaded model, and the size of its KV cache: READY's fields, and the limits of scheduling."""
-
-    model_type: str
-    device: str
-    dtype: str
-    kernels: str
-    vocab_size: int
-    max_model_len: int  # tokens; never more than the KV cache holds
-    kv_blocks_total: int
-    block_size: int
-    quantization: str = "none"
-    kv_cache_dtype: str = "float32"
-    vision: Vision | None = None  # None: the model takes no images
-    state_slots: int = 0  # 0: it has no states beside keys and values
-    windows: Windows = NO_WINDOWS
-    embeds: bool = False  # an embedding model

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from trioengine.worker.scheduling.images import Tile
-from trioengine.worker.scheduling.sequence import Drafter, Limits, ScheduledSequence, Sequence, WantedDraft
+from trioengine.worker.scheduling.runner_interface import Drafter, WantedDraft
+from trioengine.worker.scheduling.sequence import Limits, ScheduledSequence, Sequence
 from trioengine.worker.scheduling.state_slots import StateSave
 
 MAX_SCORES = 1024  # tokens of prompts that get their logprobs in one step: some 300 KiB of a frame

@@ -18,7 +18,7 @@ from trioengine.hub.model_config import ModelConfig
 from trioengine.worker.kernels.integer_weights import IntegerWeight, can_multiply, join_integers, to_integers
 from trioengine.worker.kernels.linear import Linear, joined, make_linear
 from trioengine.worker.kernels.products import Products
-from trioengine.worker.scheduling.sequence import OnProgress
+from trioengine.worker.scheduling.runner_interface import OnProgress
 
 
 @dataclass(frozen=True, slots=True)
