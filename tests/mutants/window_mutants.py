@@ -29,7 +29,7 @@ def _take_the_latest_block(with_windows: Any) -> Any:
         if found.num_tokens == prefix.num_tokens or not self.windowed.contents:
             return found
         count = len(prefix.blocks)
-        first = self._first_seen(count * self.block_size)
+        first = self._first_kept(count * self.block_size)
         latest = next(reversed(self.windowed.contents))
         blocks = tuple(self.windowed.find(self._digest(sequence, index + 1)) for index in range(first, count))
         window_blocks = tuple(latest if block is None else block for block in blocks)

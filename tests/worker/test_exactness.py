@@ -259,7 +259,7 @@ LIMITS = st.fixed_dictionaries(
 def fewest(limits, blocks):
     """As few blocks of windows as one sequence may need."""
     longest = limits.windows.size + limits.max_num_batched_tokens + MAX_FORCED
-    return limits.windows and limits.windows._replace(num_blocks=min(blocks, 1 + -(-longest // limits.block_size)))
+    return limits.windows and limits.windows._replace(num_blocks=min(blocks, 2 + -(-longest // limits.block_size)))
 
 
 def run_program(model, limits, blocks, operations):

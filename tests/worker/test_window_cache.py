@@ -9,7 +9,7 @@ from helpers.torch_driver import load, spoil
 
 from trioengine.core.power import ALL_TAGS
 from trioengine.core.sampling_params import ResolvedParams
-from trioengine.worker.scheduling.sequence import NO_WINDOWS, Windows
+from trioengine.worker.scheduling.sequence import NO_WINDOWS, Limits, Windows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = {"gemma3": 5, "mistral-window": 33, "qwen3-window": 24}  # windows
@@ -80,7 +80,8 @@ def test_memory(path, model, options):
     num_windowed = sum(size is not None for size in text.windows)
     num_full = text.num_layers - num_windowed
     left = (16 << 20) - in_windows * num_windowed * per_layer
-    total = left // (num_full * per_layer) if num_full else 2 * CONTEXT // 16
+    as_windows = (16 << 20) // (num_windowed * per_layer)
+    total = left // (num_full * per_layer) if num_full else max(as_windows, in_windows * 16 // window * CONTEXT // 16)
     assert runner.info.kv_blocks_total == total
     assert runner.info.max_model_len == CONTEXT
     assert windows_of(runner) == [total if size is None else in_windows for size in text.windows]
@@ -98,9 +99,20 @@ def test_little_memory(path, options):
 
 def test_a_restart_has_as_many(path, options):
     runner = load(path, kv_cache_memory=16 << 20, **SIZES, **options)
-    again = load(path, kv_blocks=runner.info.kv_blocks_total, **SIZES, **options)
+    sizes = {"kv_blocks": runner.info.kv_blocks_total, "window_blocks": runner.info.windows.num_blocks}
+    again = load(path, **sizes, **SIZES, **options)
     assert again.info == runner.info
     assert windows_of(again) == windows_of(runner)
+
+
+@pytest.mark.parametrize("memory", [30_000, 70_000, 150_000, 400_000, 3_000_000])
+def test_a_restart_after_any_memory(path, memory, options):
+    """The limits of scheduling hold, and are the same in a worker that comes later."""
+    info = load(path, kv_cache_memory=memory, **SIZES, **options).info
+    sizes = {"kv_blocks": info.kv_blocks_total, "window_blocks": info.windows.num_blocks}
+    again = load(path, **sizes, **{**SIZES, "max_model_len": info.max_model_len}, **options).info
+    assert again == info
+    Limits(info.vocab_size, info.max_model_len, info.kv_blocks_total, 16, 2, 64, windows=info.windows)
 
 
 def test_sleep_and_wake(path, options):

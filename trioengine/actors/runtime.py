@@ -245,6 +245,7 @@ class Runtime:
             config,
             kv_blocks=limits.kv_blocks_total,
             state_slots=limits.state_slots,
+            window_blocks=limits.window_blocks_total,
             max_model_len=limits.max_model_len,
         )
 

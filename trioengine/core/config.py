@@ -68,6 +68,7 @@ class WorkerConfig:
     kv_cache_memory: int | None = None  # bytes
     kv_blocks: int | None = None  # instead of kv_cache_memory, after the first incarnation: as many as that one had
     state_slots: int | None = None  # with kv_blocks, the same
+    window_blocks: int | None = None  # with kv_blocks, the same
     gpu_memory_utilization: float = 0.9  # of weights and KV cache, on CUDA, when kv_cache_memory is None
     enable_prefix_caching: bool = True
     encoder_cache_memory: int = 256 << 20  # bytes of image features, kept for later requests

@@ -87,7 +87,7 @@ class StepWatch:
         name, end = f"request {sequence.request}", computed + entry.num_new_tokens
         room = (behind + len(table)) * size
         assert end <= room, f"a step computes {end} tokens of {name}, whose blocks of windows end at {room}"
-        first = max(0, computed + 1 - self._limits.windows.size)
+        first = max(0, computed // size * size + 1 - self._limits.windows.size)
         assert behind == first // size, f"{name} sees tokens from {first} on, and gave back {behind} blocks of windows"
         assert len(set(table)) == len(table), f"{name} has a block of windows twice"
 

@@ -100,7 +100,7 @@ class EngineCoreMachine(SessionMachine):
     def start(self, window: int, window_blocks: int, **limits: int) -> None:
         if window and not limits["state_slots"]:
             held = window + limits["max_num_batched_tokens"] + MAX_FORCED
-            least = min(limits["kv_blocks_total"], 1 + -(-held // limits["block_size"]))
+            least = min(limits["kv_blocks_total"], 2 + -(-held // limits["block_size"]))
             windows = Windows(window, min(limits["kv_blocks_total"], least + window_blocks))
         else:
             windows = NO_WINDOWS

@@ -6,7 +6,7 @@ from helpers.toy_driver import answer, make, params, run_all, run_step, sequence
 from trioengine.worker.scheduling.sequence import MAX_FORCED, Limits, SequenceStatus, Windows
 
 WINDOW = 9
-LEAST = 11  # blocks of 4 tokens: of a window, a step of 16 tokens, forced tokens, and one that is seen in part
+LEAST = 12  # blocks of 4 tokens: of a window, a step of 16 tokens, forced tokens, and two that are seen in part
 LONG = [n * 7 % 200 for n in range(90)]
 
 
@@ -53,7 +53,7 @@ def test_a_decoding_sequence_holds_no_more_than_its_window():
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 16, 64, 500])
 def test_every_size_of_a_window(size):
-    most = 1 + -(-(size + 16 + MAX_FORCED) // 4)
+    most = 2 + -(-(size + 16 + MAX_FORCED) // 4)
     scheduler, runner = windowed(windows=Windows(size, most))
     for request, length in enumerate((1, 3, 4, 5, 50, 90)):
         run(scheduler, runner, request, LONG[:length], max_tokens=20)
@@ -68,6 +68,31 @@ def test_the_next_turn_finds_all_of_the_last():
         tokens += [*output, turn, 9]
 
 
+def test_idle_sessions_keep_their_windows():
+    """Long prompts of others stream through the blocks of windows, and evict those behind their own windows first."""
+    scheduler, runner = windowed(num_blocks=LEAST + 5 * 4, kv_blocks_total=400)
+    histories = [[n, *LONG[: 60 + n]] for n in range(5)]
+    for turn in range(3):
+        for n, history in enumerate(histories):
+            output, found, _ = run(scheduler, runner, 10 * turn + n, history)
+            assert found == (0 if turn == 0 else (len(history) - 4) // 4 * 4)
+            history += [*output, turn, n, 7]
+        run(scheduler, runner, 10 * turn + 9, [100 + turn, *LONG])
+
+
+def test_a_prefix_that_is_computed_again_is_not_evicted_early():
+    """Its blocks replace those with the same content that no sequence holds."""
+    scheduler, runner = windowed(num_blocks=LEAST, kv_blocks_total=60)
+    run(scheduler, runner, 1, LONG)
+    run(scheduler, runner, 2, [1] * 60)
+    assert run(scheduler, runner, 3, LONG)[1] < 40  # the others are computed again
+    assert scheduler.blocks.full.num_cached == 93 // 4 + 63 // 4
+    run(scheduler, runner, 4, [2] * 100)  # evicts blocks of the second one
+    assert scheduler.blocks.full.find(scheduler.blocks._digest(sequence_of(5, [1] * 60), 15)) is None
+    found = [scheduler.blocks.full.find(scheduler.blocks._digest(sequence_of(6, LONG), n)) for n in range(1, 23)]
+    assert None not in found
+
+
 def test_prefixes_that_part_within_a_block_are_copied_in_both():
     scheduler, runner = windowed(num_blocks=40)
     run(scheduler, runner, 1, [*LONG[:30], 1, 2, 3, 4])
@@ -77,11 +102,11 @@ def test_prefixes_that_part_within_a_block_are_copied_in_both():
 def test_a_prefix_ends_where_the_blocks_that_it_sees_are_there():
     """The blocks of windows of the first prompt's beginning are gone when the second one comes."""
     scheduler, runner = windowed()
-    run(scheduler, runner, 1, LONG)
+    output, _, _ = run(scheduler, runner, 1, LONG)
     _, cached, _ = counts(scheduler)
     assert cached < len(LONG) // 4
-    assert run(scheduler, runner, 2, [*LONG[:88], 1, 2, 3])[1] == 88
-    assert run(scheduler, runner, 3, [*LONG[:44], 1, 2, 3])[1] == 0
+    assert run(scheduler, runner, 2, [*LONG, *output[:3], 1, 2])[1] == 92
+    assert run(scheduler, runner, 3, [*LONG[:44], 1, 2, 3])[1] < 44
 
 
 def test_a_shorter_prefix_is_found_if_a_longer_one_misses_a_block():
@@ -142,6 +167,6 @@ def test_an_abort_gives_the_blocks_back():
 
 
 def test_the_blocks_must_hold_one_sequence():
-    with pytest.raises(ValueError, match="windows must have at least 11 blocks, got 10"):
+    with pytest.raises(ValueError, match="windows must have at least 12 blocks, got 11"):
         Limits(100, 200, 64, 4, max_num_batched_tokens=16, windows=Windows(WINDOW, LEAST - 1))
     Limits(100, 200, 5, 4, max_num_batched_tokens=16, windows=Windows(WINDOW, 5))  # no sequence has more

@@ -172,7 +172,8 @@ def size_caches(
     most_slots = 2 * config.max_num_seqs + 1 if per_slot else 0
     if config.kv_blocks is not None:
         num_slots = most_slots if config.state_slots is None else config.state_slots
-        return CacheSizes(config.kv_blocks, num_slots, _windows(config, window, config.kv_blocks))
+        most = config.kv_blocks if config.window_blocks is None else config.window_blocks
+        return CacheSizes(config.kv_blocks, num_slots, _windows(config, window, most))
     per_block_of_both = sum(per_block)
     memory = config.kv_cache_memory
     if memory is None:
@@ -188,27 +189,33 @@ def size_caches(
         )
     num_blocks = (memory - num_slots * per_slot) // per_block_of_both - num_reserved
     windows = _windows(config, window, num_blocks)
-    if windows.num_blocks and windows.num_blocks < num_blocks:
-        num_blocks = _most_blocks(config, model, (memory - windows.num_blocks * per_block.windowed), per_block.full)
+    if windows and not per_block.full:
+        num_blocks = max(num_blocks, _blocks_without_layers(config, model, windows))
+    elif windows and windows.num_blocks < num_blocks:
+        num_blocks = (memory - windows.num_blocks * per_block.windowed) // per_block.full - num_reserved
     return CacheSizes(num_blocks, num_slots, windows)
 
 
-def _windows(config: WorkerConfig, window: int, num_blocks: int) -> Windows:
-    """Blocks of windows beside `num_blocks` others: for all sequences of a step, but no more than these."""
+def _windows(config: WorkerConfig, window: int, most: int) -> Windows:
+    """Blocks of windows for all sequences of a step, but no more than `most`."""
     if not window:
         return NO_WINDOWS
     size = config.block_size
     in_windows = config.max_num_seqs * (2 + -(-window // size))  # of which the first and the last are seen in part
     in_step = -(-(config.max_num_batched_tokens + MAX_FORCED) // size)
-    return Windows(window, min(num_blocks, in_windows + in_step))
+    return Windows(window, min(most, in_windows + in_step))
 
 
-def _most_blocks(config: WorkerConfig, model: TextConfig, memory: int, per_block: int) -> int:
-    """As many as the memory holds, or, if all layers have windows, as all sequences of a step can have."""
-    if per_block:
-        return memory // per_block
+def _blocks_without_layers(config: WorkerConfig, model: TextConfig, windows: Windows) -> int:
+    """Where all layers have windows the other blocks take no memory: enough of them for all windows' contexts.
+
+    None, where the windows do not hold a sequence and a step: then a sequence is as long as they are.
+    """
+    size = config.block_size
+    least = 2 + -(-(windows.size + config.max_num_batched_tokens + MAX_FORCED) // size)
     context = min(model.max_position_embeddings, config.max_model_len or model.max_position_embeddings)
-    return config.max_num_seqs * -(-context // config.block_size)
+    num_sequences = max(config.max_num_seqs, windows.num_blocks * size // windows.size)
+    return num_sequences * -(-context // size) if windows.num_blocks >= least else 0
 
 
 def _free_on_cpu() -> int:

@@ -160,7 +160,8 @@ def _window_of(spec: ModelSpec, config: WorkerConfig) -> int:
     context = min(text.max_position_embeddings, config.max_model_len or text.max_position_embeddings)
     window = max((window for window in text.windows if window is not None), default=context)
     shares = bool(text.state_parts) or spec.graphs is not StepGraphs.NONE or not spec.kernels.has_window_tables
-    return 0 if shares or window >= context else window
+    is_short = window >= context and not config.window_blocks  # a restart has them if the first worker had
+    return 0 if shares or is_short else window
 
 
 def choose_device(name: str) -> torch.device:

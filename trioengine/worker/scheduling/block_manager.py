@@ -127,13 +127,13 @@ class BlockManager:
         """The longest part of a prefix of which there are the blocks of windows that its next token sees."""
         if prefix.partial is not None:
             last = self.windowed.find(self.full.contents[prefix.partial].digest)
-            first = self._first_seen(prefix.num_tokens)
+            first = self._first_kept(prefix.num_tokens)
             blocks = self._window_blocks(sequence, first, len(prefix.blocks))
             if last is not None and len(blocks) == len(prefix.blocks) - first:
                 return prefix._replace(window_blocks=blocks, window_partial=last)
         count = len(prefix.blocks)
         while count > 0:
-            first = self._first_seen(count * self.block_size)
+            first = self._first_kept(count * self.block_size)
             blocks = self._window_blocks(sequence, first, count)
             if len(blocks) == count - first:
                 return Prefix(prefix.blocks[:count], num_tokens=count * self.block_size, window_blocks=blocks)
@@ -150,9 +150,13 @@ class BlockManager:
             blocks.append(block)
         return tuple(reversed(blocks))
 
-    def _first_seen(self, num_computed_tokens: int) -> int:
-        """The index of the first block that the next token sees in a window."""
-        return max(0, num_computed_tokens + 1 - self._window) // self.block_size
+    def _first_kept(self, num_computed_tokens: int) -> int:
+        """The index of the first block that a token behind the last full block sees in a window.
+
+        Where the sequence ends, the prefix of its next turn ends there.
+        """
+        in_full_blocks = num_computed_tokens // self.block_size * self.block_size
+        return max(0, in_full_blocks + 1 - self._window) // self.block_size
 
     # ---- blocks of sequences ----------------------------------------------------------------------------------------
 
@@ -273,18 +277,21 @@ class BlockManager:
         return True
 
     def drop_behind(self, sequence: Sequence) -> None:
-        """Take the blocks back that lie behind the windows of the sequence's next tokens."""
+        """Take the blocks back that lie behind the windows of the sequence's next tokens.
+
+        They are evicted first: a prefix that ends within a sequence is rarer than the next turn of another session.
+        """
         if self._has_windows:
-            count = self._first_seen(sequence.num_computed_tokens) - sequence.num_behind
+            count = self._first_kept(sequence.num_computed_tokens) - sequence.num_behind
             if count > 0:
-                self.windowed.give_back(sequence.window_table[:count])
+                self.windowed.give_back(reversed(sequence.window_table[:count]), to_front=True)
                 del sequence.window_table[:count]
                 sequence.num_behind += count
 
     def register(self, sequence: Sequence, num_computed_before: int) -> None:
         """Make the blocks findable that were filled by computing the tokens from `num_computed_before` on.
 
-        Where another block holds the same prefix already, that one stays.
+        Where another block holds the same prefix already, that one stays, unless it may be evicted before these.
         """
         if not self.enable_prefix_caching:
             return
@@ -298,8 +305,12 @@ class BlockManager:
                 self.windowed.add(sequence.window_table[index - sequence.num_behind], content)
 
     def _add(self, block: int, content: Content) -> None:
-        """Make a block findable. Where a state is needed, only half full blocks are found by their first token."""
-        self.full.add(block, content, by_branch=not self.states or len(content.token_ids) < self.block_size)
+        """Make a block findable. Where a state is needed, only half full blocks are found by their first token.
+
+        There another block with this prefix stays, because a state may be kept behind it.
+        """
+        by_branch = not self.states or len(content.token_ids) < self.block_size
+        self.full.add(block, content, by_branch=by_branch, replaces=not self.states)
 
     def _keep_state(self, sequence: Sequence) -> None:
         """Keep the state behind the sequence's last computed token, and make its last block findable."""

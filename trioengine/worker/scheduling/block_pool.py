@@ -11,7 +11,7 @@ caching); or by its branch: the digest of the block before it, and its first tok
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class BlockPool:
         self._on_forget = on_forget
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block used last is used again first
-        self._cached: dict[int, None] = {}  # an ordered set: the block to be evicted first comes first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # a set: the block to be evicted first comes first
         self._contents: dict[int, Content] = {}  # of the findable blocks, cached or held
         self._by_digest: dict[bytes, int] = {}  # all of them
         self._by_branch: dict[tuple[bytes, int], int] = {}  # the latest of each branch
@@ -61,7 +61,7 @@ class BlockPool:
         return self.num_blocks - len(self._free) - len(self._cached)
 
     def num_left(self, found: Iterable[int] = ()) -> int:
-        """How many blocks can be taken by one that holds the `found` ones as well."""
+        """Blocks that a sequence can take beside the `found` ones."""
         return len(self._free) + len(self._cached) - len(self._cached.keys() & found)
 
     def find(self, digest: bytes) -> int | None:
@@ -83,26 +83,35 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         else:
-            block = next(iter(self._cached))
-            del self._cached[block]
+            block, _ = self._cached.popitem(last=False)
             self._make_unfindable(block)
         self._ref_counts[block] = 1
         return block
 
-    def give_back(self, blocks: Iterable[int]) -> None:
-        """Hold these no longer; of the findable ones the first is evicted first."""
+    def give_back(self, blocks: Iterable[int], *, to_front: bool = False) -> None:
+        """Hold these no longer; of the findable ones the first is evicted first.
+
+        They are evicted after all that are cached, or `to_front`, the last one first: before these.
+        """
         for block in blocks:
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
                 if block in self._contents:
                     self._cached[block] = None
+                    self._cached.move_to_end(block, last=not to_front)
                 else:
                     self._free.append(block)
 
-    def add(self, block: int, content: Content, *, by_branch: bool = True) -> bool:
-        """Make a held block findable; False, and nothing changes, if it is, or another one with that digest."""
-        if content.digest in self._by_digest or block in self._contents:
+    def add(self, block: int, content: Content, *, by_branch: bool = True, replaces: bool = True) -> bool:
+        """Make a held block findable; False, and nothing changes, if it is, or another one with that digest.
+
+        But it replaces the other one, if it may, where that is held by no sequence, and so might be evicted earlier.
+        """
+        other = self._by_digest.get(content.digest)
+        if block in self._contents or (other is not None and not (replaces and other in self._cached)):
             return False
+        if other is not None:
+            self.forget(other)
         self._contents[block] = content
         self._by_digest[content.digest] = block
         if by_branch:

@@ -270,7 +270,7 @@ class Limits:
         if self.state_slots == 1 or self.state_slots < 0:
             raise ValueError(f"state_slots must be 0 or at least 2, got {self.state_slots}")
         longest = self.windows.size + self.max_num_batched_tokens + MAX_FORCED  # of which blocks are held together
-        least = min(self.kv_blocks_total, 1 + -(-longest // self.block_size))
+        least = min(self.kv_blocks_total, 2 + -(-longest // self.block_size))
         if self.windows and self.windows.num_blocks < least:
             raise ValueError(f"windows must have at least {least} blocks, got {self.windows.num_blocks}")
         if self.max_model_len < 2:
