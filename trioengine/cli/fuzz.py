@@ -187,9 +187,9 @@ def replay_file(path: Path, *, trace: bool) -> int:
     except ValueError as exc:
         raise InvalidConfig(f"{path}: {exc}") from exc
     _compare(path, kept.versions)
-    skipped = found.machine.program.skipped
+    skipped, count = found.machine.program.skipped, len(kept.program.steps)
     print(
-        f"{len(kept.program.steps)} rules"
+        f"{count} rule{'s' * (count != 1)}"
         f"{f', {skipped} skipped (not possible when their turn came)' if skipped else ''}, "
         f"steps of tasks {found.machine.checksum}"
     )

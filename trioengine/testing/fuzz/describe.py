@@ -84,5 +84,4 @@ def _shortened(text: str) -> str:
     lines = text.splitlines()
     if len(lines) <= ERROR_LINES:
         return text
-    hidden = len(lines) - ERROR_LINES + 1
-    return "\n".join([*lines[: ERROR_LINES - 2], f"... {hidden} lines more below", lines[-1]])
+    return "\n".join([*lines[: ERROR_LINES - 2], "... more below", lines[-1]])

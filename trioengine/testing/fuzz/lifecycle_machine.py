@@ -224,7 +224,8 @@ class LifecycleMachine(DerivedMachine, PeersEnvironment[MemoryPeer]):
 
     def _describe_sessions(self) -> str:
         places = (self._openers.places.get(session, "an unknown place") for session in self._sessions)
-        return "no task of the program runs, and sessions are left, opened at " + "; ".join(places)
+        calls = "no task of app, run or connect runs (keeps_sessions = True allows it)"
+        return f"{calls}, and sessions are left, opened at {'; '.join(places)}"
 
     @property
     def _sessions(self) -> list[inside.SessionActor]:
