@@ -58,7 +58,7 @@ GRAMMAR_MUTANTS = (
         "F72",
         "an answer that continues on another worker follows its grammar from the beginning",
         replaced(EngineCore, "_take_compiled", _begin_anew),
-        shows="the model's|of none of the weights|goes on|a worker failed: .*MatcherFailed",
+        shows="the model's|of none of the weights|goes on|the chunks give|a worker failed: .*MatcherFailed",
         machine="PowerMachine",
     ),
     Mutant(

@@ -130,9 +130,9 @@ def _count_drafts_as_computed(append: Any) -> Any:
 
 
 def _go_on_behind_the_end(append: Any) -> Any:
-    def mutant(self: Scheduler, sequence: Sequence, row: TokensRow) -> FinishReason | None:
+    def mutant(self: Sequence, row: TokensRow, max_sequence_len: int) -> FinishReason | None:
         whole = row.token_ids[:]
-        reason: FinishReason | None = append(self, sequence, row)
+        reason: FinishReason | None = append(self, row, max_sequence_len)
         row.token_ids = whole
         return reason
 
@@ -215,7 +215,7 @@ WORKER_MUTANTS = (
     Mutant(
         "F97",
         "the tokens of a draft behind the end of the answer are sent",
-        replaced(Scheduler, "_append_sampled", _go_on_behind_the_end),
+        replaced(Sequence, "append_sampled", _go_on_behind_the_end),
         shows="the model's|of none of the weights|the whole answer|session \\d+ holds \\d+ tokens",
     ),
 )

@@ -10,6 +10,7 @@ from trioengine.testing.fuzz.program import Program, ReplayFile, replay
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer
 
 PROGRAMS = 500
+MANY = 2000  # programs, of which some reach each rare state
 GONE = (Phase.ENDED, Attachment.DETACHED)  # the session has ended, and the worker knows nothing of it
 IN_REACH = ("F2", "F7", "F8", "F28", "F41")  # what is wrong in the table or in the books
 RARE = {
@@ -22,12 +23,12 @@ RARE = {
 
 @pytest.fixture(scope="module")
 def report():
-    return Fuzzer(CoreMachine, PROFILES["quick"], seed=2).run(examples=PROGRAMS)
+    return Fuzzer(CoreMachine, PROFILES["quick"], seed=2).run(examples=MANY)
 
 
 def test_nothing_is_found(report):
     assert report.failure is None, f"{report.failure!r}\n{report.program}"
-    assert report.programs >= PROGRAMS
+    assert report.programs >= MANY
 
 
 def test_every_transition_is_taken(report):
