@@ -7,13 +7,8 @@ from helpers.toy_driver import sequence_of
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.sampling_params import ResolvedParams
-from trioengine.worker.scheduling.block_manager import (
-    ROOT_DIGEST,
-    BlockManager,
-    Prefix,
-    block_digest,
-    root_digest,
-)
+from trioengine.worker.scheduling.block_manager import BlockManager, Prefix
+from trioengine.worker.scheduling.block_pool import ROOT_DIGEST, block_digest, root_digest
 from trioengine.worker.scheduling.sequence import BlockCopy, Sequence
 
 BLOCK_SIZE = 4

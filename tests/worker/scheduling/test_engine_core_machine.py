@@ -8,6 +8,7 @@ cache salt has computed. Few blocks and few distinct prompts make preemption, ev
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from helpers.session_machine import SessionMachine
 from helpers.toy_driver import next_token
@@ -97,14 +98,14 @@ class EngineCoreMachine(SessionMachine):
         window=st.integers(0, 9),
         window_blocks=st.integers(0, 8),
     )
-    def start(self, window: int, window_blocks: int, **limits: int) -> None:
+    def start(self, window: int, window_blocks: int, **limits: Any) -> None:
         if window and not limits["state_slots"]:
             held = window + limits["max_num_batched_tokens"] + MAX_FORCED
             least = min(limits["kv_blocks_total"], 2 + -(-held // limits["block_size"]))
             windows = Windows(window, min(limits["kv_blocks_total"], least + window_blocks))
         else:
             windows = NO_WINDOWS
-        self.limits = Limits(vocab_size=VOCAB_SIZE, windows=windows, **limits)  # type: ignore[arg-type]
+        self.limits = Limits(vocab_size=VOCAB_SIZE, windows=windows, **limits)
         self.runner = CheckingRunner(self.limits)
         self.core = EngineCore(self.runner, self.limits, lambda: 0.0)
         self.mirrors = {}

@@ -8,7 +8,7 @@ import pytest
 from helpers.image_bench import ImageBench
 
 from trioengine.core.errors import InvariantError
-from trioengine.worker.scheduling.block_manager import ROOT_DIGEST, block_digest
+from trioengine.worker.scheduling.block_pool import ROOT_DIGEST, block_digest
 from trioengine.worker.scheduling.images import Picture, PictureStatus, Tile
 from trioengine.worker.scheduling.pictures import Pictures, image_token_ids
 from trioengine.worker.scheduling.sequence import SchedulerOutput

@@ -25,20 +25,13 @@ are not in the vocabulary (see `image_token_ids`), so that different images neve
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from hashlib import blake2b
 from typing import NamedTuple
 
-from trioengine.core.messages import NO_ADAPTER
-from trioengine.worker.scheduling.block_pool import BlockPool, Content
+from trioengine.worker.scheduling.block_pool import BlockPool, Content, block_digest, packed, root_digest
 from trioengine.worker.scheduling.sequence import NO_WINDOWS, BlockCopy, Sequence, Windows
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT, StateCopy, StateSave, StateSlots
-
-ROOT_DIGEST = b""  # of requests without a cache salt
-_SALTED = b"cache salt"  # keeps the roots apart from the digests of blocks
-_WITH_IMAGES = b"images"  # the same for blocks whose ids take 8 bytes
 
 
 class Prefix(NamedTuple):
@@ -297,7 +290,7 @@ class BlockManager:
             return
         size = self.block_size
         for index in range(num_computed_before // size, sequence.num_computed_tokens // size):
-            token_ids = _packed(sequence.content(index * size, (index + 1) * size))
+            token_ids = packed(sequence.content(index * size, (index + 1) * size))
             branch = self._digest(sequence, index), token_ids[0]
             content = Content(self._digest(sequence, index + 1), branch, token_ids)
             self._add(sequence.block_table[index], content)
@@ -325,7 +318,7 @@ class BlockManager:
         """The block by which so many computed tokens of the sequence are found: its own where there is none yet."""
         index = (num_tokens - 1) // self.block_size
         token_ids, parent = (
-            _packed(sequence.content(index * self.block_size, num_tokens)),
+            packed(sequence.content(index * self.block_size, num_tokens)),
             self._digest(sequence, index),
         )
         content = Content(block_digest(parent, token_ids), (parent, token_ids[0]), token_ids)
@@ -395,26 +388,3 @@ class BlockManager:
             end = len(digests) * self.block_size
             digests.append(block_digest(digests[-1], sequence.content(end - self.block_size, end)))
         return digests[num_blocks]
-
-
-def root_digest(cache_salt: str, adapter: int = NO_ADAPTER) -> bytes:
-    """The parent of the first block of a request with this cache salt, and an adapter of this number."""
-    if not cache_salt and adapter == NO_ADAPTER:
-        return ROOT_DIGEST
-    salt = adapter.to_bytes(8, "little")
-    return blake2b(cache_salt.encode(), digest_size=32, person=_SALTED, salt=salt).digest()
-
-
-def block_digest(parent: bytes, token_ids: Items[int]) -> bytes:
-    """The digest of a full block after the prefix `parent`."""
-    packed = _packed(token_ids)
-    kind = b"" if packed.typecode == "i" else _WITH_IMAGES
-    return blake2b(parent + packed.tobytes(), digest_size=32, person=kind).digest()
-
-
-def _packed(token_ids: Items[int]) -> array[int]:
-    """4 bytes a token; 8, where there are an image's among them."""
-    try:
-        return array("i", token_ids)
-    except OverflowError:
-        return array("q", token_ids)

@@ -14,9 +14,15 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
+from hashlib import blake2b
 from typing import NamedTuple
 
 from trioengine.core.errors import InvariantError
+from trioengine.core.messages import NO_ADAPTER
+
+ROOT_DIGEST = b""  # of requests without a cache salt
+_SALTED = b"cache salt"  # keeps the roots apart from the digests of blocks
+_WITH_IMAGES = b"images"  # the same for blocks whose ids take 8 bytes
 
 
 class Content(NamedTuple):
@@ -171,3 +177,26 @@ class BlockPool:
                 raise InvariantError("the prefix cache finds a block by tokens that it does not hold")
         if not self._cached.keys() <= contents.keys():
             raise InvariantError("the prefix cache keeps blocks that hold no prefix")
+
+
+def root_digest(cache_salt: str, adapter: int = NO_ADAPTER) -> bytes:
+    """The parent of the first block of a request with this cache salt, and an adapter of this number."""
+    if not cache_salt and adapter == NO_ADAPTER:
+        return ROOT_DIGEST
+    salt = adapter.to_bytes(8, "little")
+    return blake2b(cache_salt.encode(), digest_size=32, person=_SALTED, salt=salt).digest()
+
+
+def block_digest(parent: bytes, token_ids: Items[int]) -> bytes:
+    """The digest of a full block after the prefix `parent`."""
+    ids = packed(token_ids)
+    kind = b"" if ids.typecode == "i" else _WITH_IMAGES
+    return blake2b(parent + ids.tobytes(), digest_size=32, person=kind).digest()
+
+
+def packed(token_ids: Items[int]) -> array[int]:
+    """The ids in 4 bytes each; in 8, where there are an image's among them."""
+    try:
+        return array("i", token_ids)
+    except OverflowError:
+        return array("q", token_ids)
