@@ -164,7 +164,8 @@ def test_a_task_that_never_waits_is_a_livelock(loop):
             await trio.lowlevel.checkpoint()
 
     loop.start_soon(spin, name="spin")
-    with pytest.raises(Livelock, match="spin"):
+    loop.start_soon(trio.sleep_forever, name="sleeper")
+    with pytest.raises(Livelock, match=r"after 50 passes, in testing/test_sim_loop\.py:\d+ [\w.<>]+spin:\n"):
         loop.settle(limit=50)
 
 
@@ -221,14 +222,19 @@ def test_places_are_the_innermost_functions_each_once(loop):
     assert loop.places(["other"]) == ""
 
 
-def test_places_are_in_files_of_the_users_where_there_are_any(loop):
+@pytest.mark.parametrize("users", [True, False])
+def test_places_are_in_files_of_the_users_where_there_are_any(users):
     async def caller():
         await anyio.sleep_forever()
 
-    loop.start_soon(caller, name="caller")
-    loop.settle()
-    assert "TrioBackend.sleep" in loop.places(["caller"])
-    assert loop.places(["caller"], lambda file: file == __file__).endswith("<locals>.caller")
+    loop = SimLoop(lambda file: users and file == __file__)
+    try:
+        loop.start_soon(caller, name="caller")
+        loop.settle()
+        assert ("TrioBackend.sleep" in loop.places(["caller"])) is not users
+        assert loop.places(["caller"]).endswith("<locals>.caller") is users
+    finally:
+        loop.close()
 
 
 def test_a_loop_that_is_given_up_leaves_nothing_behind():

@@ -71,8 +71,10 @@ class SimulatedClock(trio.abc.Clock):
 class SimLoop:
     """One run of trio. Crashes of tasks are collected in `crashes`; close it in the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_users: Callable[[str], bool] = lambda file: False) -> None:
+        """`is_users` is true for the files of the user; places are in these where they can be."""
         self.clock = SimulatedClock()
+        self._is_users = is_users
         self.crashes: list[Exception] = []
         self.passes = 0
         self._todo: deque[Callable[[], object]] = deque()
@@ -177,7 +179,10 @@ class SimLoop:
             self.passes += 1
             if len(self._order.names) == before and not self._threads:
                 return
-        raise Livelock(f"tasks were still running after {limit} passes:\n{self.stacks()}")
+        running = set(self._order.names[before:])
+        tasks = [task for task in _with_those_below(self._named(None)) if task.name in running]
+        places = f", in {', '.join(found)}" if (found := self._places(tasks)) else ""
+        raise Livelock(f"tasks were still running after {limit} passes{places}:\n{self.stacks()}")
 
     def seconds_to_next_deadline(self) -> float:
         """On the simulated clock; infinite without a deadline."""
@@ -192,16 +197,18 @@ class SimLoop:
         """Where the tasks with these names wait, in this order, or all tasks, and then those below them."""
         return "\n".join(f"{task.name}:\n{_stack(task)}" for task in _with_those_below(self._named(names)))
 
-    def places(self, names: Iterable[str] | None = None, is_users: Callable[[str], bool] = lambda file: False) -> str:
+    def places(self, names: Iterable[str] | None = None) -> str:
         """The functions in which these tasks wait, each once, inner nurseries first; some of them if there are many.
 
         Of each task it is the innermost function in a file that is the user's, or else the innermost one.
         """
         above = self._named(names)
-        tasks = [*_with_those_below(above)[len(above) :], *above]
-        places = ", ".join(dict.fromkeys(filter(None, (_place(task, is_users) for task in tasks))))
-        text = f"tasks wait in {places}" if places else ""
+        places = self._places([*_with_those_below(above)[len(above) :], *above])
+        text = f"tasks wait in {', '.join(places)}" if places else ""
         return textwrap.fill(text, WIDTH, subsequent_indent="  ", max_lines=MAX_LINES, placeholder=" ...")
+
+    def _places(self, tasks: Iterable[trio.lowlevel.Task]) -> list[str]:
+        return list(dict.fromkeys(filter(None, (_place(task, self._is_users) for task in tasks))))
 
     def _named(self, names: Iterable[str] | None) -> list[trio.lowlevel.Task]:
         tasks = {task.name: task for task in _sorted(self.nursery.child_tasks)}

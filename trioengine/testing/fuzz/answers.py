@@ -75,7 +75,7 @@ def check_answer(
         assert not ids or ids != expected.token_ids, f"the whole answer {text!r} came, and is an abort"
         assert expected.token_ids[: len(ids)] == ids, f"{ids} is not part of the model's answer {expected.token_ids}"
         check_parts(completion, "".join(chr(token) for token in ids if token < END_OF_TEXT), tools)
-        assert completion.usage.completion_tokens == len(ids), f"counted wrongly: {completion.usage}"
+        assert completion.usage.completion_tokens == len(ids), f"{len(ids)} tokens are counted as {completion.usage}"
         return
     assert ids == expected.token_ids, f"the answer is {ids}, the model's is {expected.token_ids}"
     check_parts(completion, expected.text, tools)
@@ -85,8 +85,9 @@ def check_answer(
     assert completion.cause is None, "only an abort has a cause"
     assert not is_bad(params.grammar), "its grammar cannot be compiled, and it has an answer"
     check_complete(completion, params, tools)
-    usage = completion.usage
-    assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(ids)), f"counted wrongly: {usage}"
+    usage, due = completion.usage, (len(prompt), len(ids))
+    counted = usage.prompt_tokens, usage.completion_tokens
+    assert counted == due, f"{counted} tokens of prompt and answer are counted, there are {due}: {usage}"
 
 
 def check_parts(completion: Completion, answer: str, tools: Offered | None) -> None:

@@ -92,8 +92,9 @@ def check_text(
     assert completion.cause is None, "only an abort has a cause"
     usage = completion.usage
     counted = usage.prompt_tokens, usage.completion_tokens
-    assert counted == (len(prompt), len(expected.token_ids)), f"counted wrongly: {usage}"
-    assert 0 <= usage.cached_tokens < len(prompt), f"counted wrongly: {usage}"
+    due_tokens = len(prompt), len(expected.token_ids)
+    assert counted == due_tokens, f"{counted} tokens of prompt and answer are counted, there are {due_tokens}: {usage}"
+    assert 0 <= usage.cached_tokens < len(prompt), f"of {len(prompt)} tokens of the prompt are cached: {usage}"
 
 
 def check_reader(reader: Reader, faults: InjectedFaults) -> None:

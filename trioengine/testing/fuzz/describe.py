@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from trioengine.testing.fuzz.judged import judged
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.program import Program
 from trioengine.testing.fuzz.suspects import suspects
@@ -13,18 +14,23 @@ from trioengine.testing.fuzz.trace import Trace, is_fuzzers_own, is_packages, pl
 from trioengine.testing.sim_loop import Livelock
 
 TRACE_LINES = 25  # shown of a trace
-ERROR_LINES = 6  # shown of an error above its program
+ERROR_LINES = 5  # shown of an error above its program
 FILES = 12  # shown with suspects
 SUSPECTS = 3  # shown of a file
 _PACKAGES = str(Path(__file__).parents[3])
 
 
 def error_text(failure: Exception) -> str:
-    """Describe the failure: the first paragraph of the error, and its place."""
+    """Describe the failure: the beginning of the error, its place, and the files that the check there judges."""
     own = "the fuzzer itself failed: " if is_fuzzers_own(failure) else ""
-    first, _, more = str(failure).partition("\n\n")
-    hint = " (all of it is at the end)" if more else ""
-    return f"{own}{type(failure).__name__}: {first}\nat {place(failure)}{hint}"
+    first, _, more = f"{own}{type(failure).__name__}: {failure}".partition("\n\n")
+    lines = first.splitlines()
+    if len(lines) > ERROR_LINES:  # such as the stacks of all tasks, which belong below the program
+        lines = [*lines[: ERROR_LINES - 1], "... more below"]
+    lines.append(f"at {place(failure)}{' (all of it is at the end)' if more else ''}")
+    if files := judged(failure):
+        lines.append(f"it judges {', '.join(f'trioengine/{file}' for file in files)}")
+    return "\n".join(lines)
 
 
 def trace_text(trace: Trace, *, whole: bool) -> str:
@@ -68,7 +74,7 @@ def failure_text(
 def _paragraphs(
     failure: Exception, machine: type[Machine], program: Program, trace: Trace, whole: bool
 ) -> Iterator[str]:
-    yield _shortened(error_text(failure))
+    yield error_text(failure)
     if not isinstance(failure, Livelock):  # which has its place, and takes long
         try:
             yield suspects_text(machine, program)
@@ -77,11 +83,3 @@ def _paragraphs(
     yield str(program)
     yield trace_text(trace, whole=whole)
     yield "".join(traceback.format_exception(failure))  # has the whole message
-
-
-def _shortened(text: str) -> str:
-    """Leave out the middle of a long text, such as the stacks of all tasks, which belongs below the program."""
-    lines = text.splitlines()
-    if len(lines) <= ERROR_LINES:
-        return text
-    return "\n".join([*lines[: ERROR_LINES - 2], "... more below", lines[-1]])

@@ -166,10 +166,14 @@ class LifecycleMachine(DerivedMachine, PeersEnvironment[MemoryPeer]):
     async def _live(self, function: Callable[[], Awaitable[object]]) -> None:
         task = trio.lowlevel.current_task()
         self._lives[task] = Life(self.faults)
+        if self.trace is not None:
+            self.trace.add(f"  task {task.name} starts")
         try:
             await function()
         finally:
             del self._lives[task]
+            if self.trace is not None:
+                self.trace.add(f"  task {task.name} ends")
 
     async def _speak(self, peer: MemoryPeer, client: Callable[..., Awaitable[object]], args: tuple[Any, ...]) -> None:
         """Run a client; its connection may break if the rules have broken it, or the server may have ended."""

@@ -211,8 +211,10 @@ class Machine(RuleBasedStateMachine):
         except HypothesisException:
             raise
         except Exception as exc:
-            if not self._is_cut_off:
-                self.finding = self.finding or Finding(_leaf(exc))
+            if not self._is_cut_off and self.finding is None:
+                self.finding = Finding(_leaf(exc))
+                if self.trace is not None:
+                    self.trace.end()
         except BaseException:
             self._is_cut_off = True
             raise

@@ -101,7 +101,7 @@ def check_event(event: Mapping[str, Any], number: int, model: str, window: float
     if more:
         resume = has_fields(event["resume"], ("token", "seconds"), "the resumption")
         assert resume["token"] and resume["seconds"] == window, f"{window:g} s were asked for, not {resume}"
-    assert event["sequence_number"] == number, f"event {number} is {event}"
+    assert event["sequence_number"] == number, f"sequence_number is not {number}: {event}"
     assert (kind == "session.created") == (number == 0), f"the first event is session.created, and comes once: {event}"
     assert event.get("content_index", 0) == 0, f"an item of a response has one part: {event}"
     if "item" in event:

@@ -8,6 +8,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import trio
@@ -24,17 +25,28 @@ _MOST = 72  # characters of a value
 _AFTER_TIME = " s  "
 
 
-class Trace(Observer, WorkerObserver):
-    """Lines, each with the scheduler pass and the simulated time at which it was added."""
+class Trace(Observer, WorkerObserver, trio.abc.Instrument):
+    """Lines, each with the scheduler pass and the simulated time at which it was added.
+
+    An event of the engine shows the line of the user's program that caused it, if one did.
+    """
 
     def __init__(self, now: Callable[[], tuple[int, float]]) -> None:
         """`now` returns the number of passes that were run, and the time in seconds."""
         self.lines: list[str] = []
         self._now = now
+        self._is_over = False
 
     def add(self, line: str) -> None:
-        passes, seconds = self._now()
-        self.lines.append(f"{passes:6} {seconds:8.2f}{_AFTER_TIME}{line}")
+        """Add a line, unless the trace has ended."""
+        if not self._is_over:
+            passes, seconds = self._now()
+            self.lines.append(f"{passes:6} {seconds:8.2f}{_AFTER_TIME}{line}")
+
+    def end(self) -> None:
+        """The program has failed; the clean-up that follows explains nothing."""
+        self.add("the failure")
+        self._is_over = True
 
     def folded(self) -> Iterator[str]:
         """Return the lines, and one for a run of lines that differ only in their passes and times."""
@@ -51,13 +63,23 @@ class Trace(Observer, WorkerObserver):
         """Bytes of a client's connection arrive."""
         self.add(f"  client {client} {direction} server: {len(data)} bytes {_short(data)}")
 
+    # ---- the user's program -----------------------------------------------------------------------------------------
+
+    def task_spawned(self, task: trio.lowlevel.Task) -> None:
+        if _is_users_task(task):
+            self.add(f"  task {task.name} starts{_by()}")
+
+    def task_exited(self, task: trio.lowlevel.Task) -> None:
+        if _is_users_task(task):
+            self.add(f"  task {task.name} ends")
+
     # ---- the engine -------------------------------------------------------------------------------------------------
 
     def session_moved(self, actor: object, phase: Phase, attachment: Attachment, event: Event) -> None:
-        self.add(f"  session {getattr(actor, 'id', '?')}, {phase.value}, {attachment.value}: {event.value}")
+        self.add(f"  session {getattr(actor, 'id', '?')}, {phase.value}, {attachment.value}: {event.value}{_by()}")
 
     def power_moved(self, stage: PowerStage, event: PowerEvent) -> None:
-        self.add(f"  engine, {stage.value}: {event.value}")
+        self.add(f"  engine, {stage.value}: {event.value}{_by()}")
 
     # ---- the worker -------------------------------------------------------------------------------------------------
 
@@ -79,6 +101,21 @@ def _frame(message: object) -> str:
         if isinstance(row, TokensRow) and row.finish_reason is not None:
             parts.append(row.finish_reason.value)
     return " ".join(parts)
+
+
+def _is_users_task(task: trio.lowlevel.Task) -> bool:
+    code = getattr(task.coro, "cr_code", None)  # a coroutine that is not Python's has none
+    return code is not None and is_users(code.co_filename)
+
+
+def _by() -> str:
+    """The innermost line of the current stack that is the user's, for the end of a line; empty if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return f", by {Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return ""
 
 
 def _short(value: object) -> str:

@@ -116,7 +116,7 @@ class World(Machine):
             self.limits = replace(
                 self.limits, max_num_seqs=self.config.max_num_seqs, **self.variants[self.variant].limits
             )
-        self.loop = SimLoop()
+        self.loop = SimLoop(is_users)
         self._taps.enter_context(inside.errors_logged("actors", self.loop.crashes.append))
         self.simulation = Simulation(limits=self.limits, thread_threshold=0)
         self.simulation.max_payloads = MAX_PAYLOADS
@@ -155,6 +155,7 @@ class World(Machine):
         trace = super().record()
         self.engine.observers.append(trace)
         self.simulation.observers.append(trace)
+        trio.lowlevel.add_instrument(trace)
         return trace
 
     @property
@@ -265,7 +266,7 @@ class World(Machine):
 
     def _with_places(self, complaint: str, names: Iterable[str] | None = None) -> AssertionError:
         """The complaint, and where the tasks with these names wait, or all tasks: a summary, and their stacks."""
-        places = self.loop.places(names, is_users)
+        places = self.loop.places(names)
         parts = (f"{complaint}:", *([places, ""] if places else []), self.loop.stacks(names))
         return AssertionError("\n".join(parts))
 
