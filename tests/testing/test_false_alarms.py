@@ -320,6 +320,18 @@ FALSE_ALARMS = {
         ],
         2,
     ),
+    "a remembered response begins after a later message was dropped": (
+        "RealtimeMachine",
+        [
+            ("begin", {"ready": True, "clients": 1, "turns": 0, "window": 0}),
+            ("ask_beside", {"which": 0, "text": "b", "rounds": 0}),
+            ("send", {"which": 0, "what": "answer a call"}),
+            *[("send", {"which": 0, "what": "cancel and respond"})] * 2,
+            ("send", {"which": 0, "what": "odd"}),
+            ("ask_with_tools", {"which": 0, "use": "required", "max_tokens": 66, "rounds": 80}),
+        ],
+        2,
+    ),
 }
 
 

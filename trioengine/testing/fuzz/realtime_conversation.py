@@ -31,6 +31,7 @@ class Conversation:
         self.weight_version: int | None = None  # the same; None before the first
         self.responses: dict[str, FollowedResponse] = {}  # the active ones
         self.is_dropped = False  # one of the client's messages
+        self._may_begin = False  # after that: a response.create that was remembered before
         self._config = config
         self._max_model_len = max_model_len
         self._faults = faults
@@ -132,7 +133,10 @@ class Conversation:
         """Take an event, which comes for the first time."""
         assert event["event_id"] not in self._event_ids, f"an id is used again: {event}"
         self._event_ids.add(event["event_id"])
-        assert not self.is_dropped or event["type"] not in _ANSWERS, f"a message was dropped, and then {event}"
+        if self.is_dropped and event["type"] in _ANSWERS:
+            is_remembered = self._may_begin and event["type"] == "response.created"
+            assert is_remembered, f"a message was dropped, and then {event}"
+            self._may_begin = False
         match event["type"]:
             case "session.created":
                 self.session_id = event["session"]["id"]
@@ -193,6 +197,7 @@ class Conversation:
         if id is None:
             assert error["code"] == "buffers_full", f"an error about no event: {error}"
             self.is_dropped = True
+            self._may_begin = any(map(self._is_remembered, self._owed.values()))
         elif id in self._owed:
             self._check_refused(self._owed.pop(id), error)
         elif id in self._cancels:
