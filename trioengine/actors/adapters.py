@@ -50,7 +50,7 @@ class Adapters:
         self.by_name = MappingProxyType({key: each for key, each in self.by_name.items() if each is not gone})
 
     def find(self, name: str) -> Adapter:
-        """Return the adapter of this name. Raises RequestRejected if there is none."""
+        """Return the adapter of this name. Raises RequestRejected if no adapter has it."""
         if not isinstance(name, str) or name not in self.by_name:
             known = ", ".join(map(brief, self.by_name)) or "none"
             problem = f"adapter {brief(name)} is not loaded; loaded: {known}"

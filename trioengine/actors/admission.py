@@ -260,7 +260,7 @@ def _check(runtime: Runtime, prepared: Prepared, params: SamplingParams) -> None
 
 
 async def _commit(entry: _Entry) -> None:
-    """Post the request; while there is no worker for it, wait for one as far as the caller allows."""
+    """Post the request; if no worker can take it yet, wait for one as far as the caller allows."""
     commit, gate = partial(_commit_now, entry), entry.runtime.gate
     try:
         commit()

@@ -3,7 +3,7 @@
 A session or a gate never calls another one. Its transition changes its own state and the ledger, and adds effects; the
 stimulus that caused the transition (a call of a user, a message of the worker, a death, a deadline) then calls `drain`.
 Carrying out an effect may cause further transitions, whose effects join the end of the queue. So no transition runs
-inside another one, the order is that of the queue, and nothing is left to do when a stimulus returns.
+inside another one, effects keep the order of the queue, and nothing is left to do when a stimulus returns.
 
 A bug in the transition of a session ends that session alone (`SessionActor.attempt`). A bug in an effect ends the
 engine.

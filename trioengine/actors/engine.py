@@ -250,8 +250,8 @@ class Engine:
     def abort(self, request: int | str) -> int:
         """Abort the request of this id, or every request of this label, in flight or in line.
 
-        Returns how many this call aborts: 0 where there is none, or where all were aborted before or have an outcome.
-        A finish that is on its way wins.
+        Returns how many this call aborts: 0 if none matches, or if all were aborted before or have an outcome. A finish
+        that is on its way wins.
         """
         return self.runtime.sessions.abort(check_request(request), Cause.CLIENT)
 
@@ -294,8 +294,8 @@ class Engine:
 
         The bytes are copied out of this process's memory, and kept until they are released, as long as there is room.
         Errors name the part that they are about: `where`, the message's index, and the part's. Raises RequestRejected
-        for a value that is not an image and where the model takes none, EngineOverloaded where there is no room,
-        TimedOut after `timeout` seconds. Cancelled, nothing is kept. `wait` as in Session.generate.
+        for a value that is not an image or if the model takes none, EngineOverloaded if the images do not fit, TimedOut
+        after `timeout` seconds. Cancelled, nothing is kept. `wait` as in Session.generate.
         """
         images = RequestImages(self.runtime.images, wait=wait, deadline=deadline_after(timeout))
         prompt, sources = self.runtime.take_images(messages, where=where)
@@ -390,7 +390,7 @@ class Engine:
         """Verify, against the worker's report, that nothing leaked; under any load.
 
         Raises InvariantError, naming the imbalance, also when the worker does not answer within `timeout`
-        seconds; EngineOverloaded while there is no worker, or while it wakes or gets other weights; WorkerLost when it
-        dies meanwhile. Asleep without a worker, the engine's own books are verified.
+        seconds; EngineOverloaded while no worker runs, or while it wakes or gets other weights; WorkerLost if it dies
+        meanwhile. Asleep without a worker, the engine's own books are verified.
         """
         await self.runtime.auditor.check(check_seconds(timeout))

@@ -126,7 +126,7 @@ class ReadableRequest(abc.ABC):
         return self.deadline.passed_by(self.result())
 
     def result(self) -> Completion:
-        """The answer. Raises the error of a failed request, and RuntimeError if there is no outcome."""
+        """The answer. Raises the error of a failed request, and RuntimeError before the outcome."""
         if self.outcome is None:
             raise RuntimeError("the generation has no outcome yet: read it to its end, or `await generation.result()`")
         if self.outcome.error is not None:
@@ -235,7 +235,7 @@ class Generation(AsyncOnly, refuses=("for",)):
         self._state.set_sink(take)
 
     def read_nowait(self) -> Chunk:
-        """Take the unread part as one chunk, empty if there is none."""
+        """Take the unread part as one chunk, which is empty if everything was read."""
         return self._state.read_nowait()
 
     def read_text_nowait(self) -> str:

@@ -140,7 +140,7 @@ class PayloadBudget:
     def reserve(self, num_bytes: int, count: int) -> Reservation:
         """Take room for `count` payloads, dropping kept payloads for it.
 
-        Raises RequestRejected if they are larger than the whole budget, EngineOverloaded if there is no room now.
+        Raises RequestRejected if they are larger than the whole budget, EngineOverloaded if they do not fit now.
         """
         self._check_size(num_bytes, count)
         self._check_room(num_bytes, count)

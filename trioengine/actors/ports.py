@@ -98,7 +98,7 @@ class SealedMemfd:
     def __init__(self, chunks: Iterable[BytesLike]) -> None:
         """Write the chunks, which are dropped one by one, and seal the file. Blocks for some 0.3 ms a MB.
 
-        Raises OSError where there is no memory or no descriptor for it.
+        Raises OSError if the system has no memory or no descriptor for it.
         """
         self.fd = os.memfd_create("trioengine-payload", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

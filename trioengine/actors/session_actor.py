@@ -197,7 +197,7 @@ class SessionActor:
     # ---- a request on its way in ------------------------------------------------------------------------------------
 
     def reserve(self, request: Request) -> None:
-        """Take a request slot. Raises the reason if there is none for this request."""
+        """Take a request slot. Raises the reason if this request cannot have one."""
         if request.outcome is not None:
             return  # aborted while it waited
         self.check_idle()

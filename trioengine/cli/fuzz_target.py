@@ -62,7 +62,7 @@ def fuzz_target(options: TargetOptions) -> int:
 
 
 def run_reported(search: Callable[..., Awaitable[int]], *args: Any) -> int:
-    """Run a search and return the exit code. Raises InvalidConfig where there is no server to fuzz."""
+    """Run a search and return the exit code. Raises InvalidConfig if the server cannot be fuzzed."""
     try:
         return trio.run(search, *args)
     except NoTarget as exc:
@@ -223,7 +223,7 @@ def _commands(found: Found, target: Target, path: Path, options: TargetOptions) 
 
 
 def _write_finding(found: Found, target: Target, path: Path, serve: tuple[str, ...] | None) -> None:
-    """Write the finding's files; a script cannot start the server, so there is none for one that was started."""
+    """Write the finding's files; scripts only for a server that runs already, since a script cannot start it."""
     path.with_suffix(".svg").write_text(schedule_svg(found.log), encoding="utf-8")
     path.with_suffix(".txt").write_text(schedule_text(found.log) + "\n", encoding="utf-8")
     if serve is not None:

@@ -117,5 +117,5 @@ class Conversation:
 
 
 def index_of(item_id: object, item_ids: Sequence[tuple[str, ...]]) -> int | None:
-    """Return the index of the message that has this item; None if there is none."""
+    """Return the index of the message that has this item; None if no message has it."""
     return next((index for index, ids in enumerate(item_ids) if item_id in ids), None)

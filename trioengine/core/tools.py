@@ -88,7 +88,7 @@ def _asked(tools: object, choice: object, parallel: object) -> AskedTools | None
 
 
 def check_choice(asked: AskedTools, paths: ChoicePaths) -> None:
-    """Raise RequestRejected if a call is forced, and there is no such function."""
+    """Raise RequestRejected if a call is forced, but no function matches the choice."""
     if asked.is_forced and not asked.functions:
         raise rejected(paths.choice, "needs tools that are functions")
     if not asked.allowed and asked.functions:

@@ -38,7 +38,7 @@ class ExpertsShape:
     size: int  # of one expert, between its projections
     normalizes: bool  # whether the chosen experts' probabilities are divided by their sum
     layers: tuple[bool, ...]  # whether each layer has experts; the others have one MLP
-    shared_size: int = 0  # of an expert that every token is given to as well; 0: there is none
+    shared_size: int = 0  # of the shared expert, which every token is given to as well; 0 without one
 
     def replace_mlps(self, tensors: dict[str, Shape], prefix: str, hidden: int) -> None:
         """Put experts in place of MLPs into all tensors, whose names begin with the prefix."""

@@ -26,7 +26,7 @@ _GGUF_TYPES = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 def pools_directory(directory: Path, config: Fields) -> bool:
     """Return whether the directory is an embedding model; `config` are the fields of its config.json.
 
-    Raises ModelError for another pooling than that of the last token.
+    Raises ModelError for any pooling other than last-token pooling.
     """
     folder = _pooling_folder(directory)
     if folder is None:

@@ -65,7 +65,7 @@ def asked_for(
 ) -> AskedTools | None:
     """Return the tools that a request asks for; None if there are none, or the choice hides them.
 
-    Raises RequestRejected, with these paths, if the choice forces a call, and there is no such function.
+    Raises RequestRejected, with these paths, if the choice forces a call, but no function matches it.
     """
     made = tuple(ToolFunction(each.name, each.description, each.parameters) for each in functions)
     chosen = choice.name if isinstance(choice, ChosenFunction) else None

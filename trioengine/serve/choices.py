@@ -87,7 +87,7 @@ class Choice:
     index: int
     session: Session
     generation: Generation
-    after: trio.Event | None  # it waits for a slot from then on; None: it is refused if there is none
+    after: trio.Event | None  # it waits for a slot once this is set; None: it is refused if no slot is free
     is_first: bool  # of its prompt
     admitted: trio.Event = field(default_factory=trio.Event)  # or over
 
@@ -224,8 +224,8 @@ class Choices(abc.ABC):
     def _made(self) -> list[Choice]:
         """Return all choices, none of them begun.
 
-        The choices of the first prompt are refused if there is no slot for one of them. The other prompts wait for
-        slots behind it, and their further choices behind their first one.
+        The choices of the first prompt are refused if one of them finds no free slot. The other prompts wait for slots
+        behind it, and their further choices behind their first one.
         """
         choices: list[Choice] = []
         prompts, self._prompts = self._prompts, ()

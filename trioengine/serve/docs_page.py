@@ -140,7 +140,7 @@ def _range(schema: Json, low: str, high: str, unit: str = "") -> str:
 
 
 def _description(schema: Json) -> str:
-    """Return the description of a field, which may be that of one of its types."""
+    """Return the description of a field, or else of the first of its types that has one."""
     options = (option["description"] for option in schema.get("anyOf", ()) if "description" in option)
     return str(schema.get("description") or next(options, ""))
 

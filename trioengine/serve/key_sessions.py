@@ -85,7 +85,7 @@ class SessionShare:
 
     @asynccontextmanager
     async def using(self) -> AsyncIterator[None]:
-        """Use a session for the block: one that is held, or one more of the key. Waits, if there is none, for one."""
+        """Use a session for the block: one that is held, or one more of the key. Waits until one is free."""
         while self._num_used == self.num_held and self._all.left(self._key) <= 0:
             await self._all.changed.wait()
         self._num_used += 1

@@ -34,7 +34,7 @@ from outcome import Error, Outcome, Value, capture
 from trio import _threads
 from trio._core import _run
 
-FIFO = 0  # an order of tasks: that of their start
+FIFO = 0  # tasks run in the order of their start
 WIDTH, MAX_LINES = 120, 4  # of the places in which tasks wait
 _TRIO = str(Path(trio.__file__).parent)
 _KIT = str(Path(__file__).parent)
@@ -158,8 +158,8 @@ class SimLoop:
         """Run scheduler passes.
 
         The digits of `order` choose the permutation of the runnable tasks in each pass: the first digit, modulo the
-        number of tasks, is the index of the task that goes first, the next one that of the second among the rest. Where
-        no digits are left, the tasks go in the order of their start, or by the seed of `reorder`.
+        number of tasks, is the index of the task that goes first, the next digit the index of the second task among
+        the rest. Where no digits are left, the tasks go in the order of their start, or by the seed of `reorder`.
         """
         self._order.digits = order
         for _ in range(passes):
@@ -168,7 +168,7 @@ class SimLoop:
         self._order.digits = FIFO
 
     def reorder(self, seed: int) -> None:
-        """From the next pass on, runnable tasks go in random orders from this seed; with 0 in that of their start."""
+        """From the next pass on, runnable tasks go in random orders from this seed, or in order of their start if 0."""
         self._order.random = random.Random(seed) if seed else None
 
     def settle(self, limit: int = 2000) -> None:

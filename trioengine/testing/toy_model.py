@@ -269,8 +269,8 @@ def toy_model(
 
     With `embeds` it is an embedding model.
 
-    With `prints_tools` its chat template prints the names of tools, and calls in the history; `tool_form` is that of
-    the calls in its answers. Its tokenizer raises PreparationFailed for texts that contain `unpreparable`.
+    With `prints_tools` its chat template prints the names of tools, and calls in the history; `tool_form` is the form
+    of the calls in its answers. Its tokenizer raises PreparationFailed for texts that contain `unpreparable`.
     """
     processing = TOY_PROCESSING if images else None
     tokenizer = (Tokenizer if unpreparable is None else _FailingTokenizer).from_json(tokenizer_json(processing))

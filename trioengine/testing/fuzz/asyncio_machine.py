@@ -176,7 +176,7 @@ class AsyncioMachine(DerivedMachine):
 
     @recorded(seed=st.integers(0, SEEDS - 1))
     def reorder(self, seed: int) -> None:
-        """From now on, to the end, callbacks run in random orders; in that of their arrival if it is 0."""
+        """From now on, to the end, callbacks run in random orders, or in the order of their arrival if it is 0."""
         self.loop.order.random = random.Random(seed) if seed else None
 
     @recorded()

@@ -55,7 +55,7 @@ class ClientEnvironment(ServedEnvironment[RemotePeer]):
     # ---- actions ----------------------------------------------------------------------------------------------------
 
     def _begin_user(self) -> User:
-        """The user that there is; another one if there is none."""
+        """Return the present user; start another one if none is left."""
         if (user := self.user) is None:
             user = User(Life(self.faults), self._dial)
             self.users.append(user)

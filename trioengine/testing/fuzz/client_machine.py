@@ -81,7 +81,7 @@ class ClientMachine(ClientToolsMachine):
         gives_up=st.sampled_from((False, False, True)),
     )
     def open(self, wait: bool | None, timeout: float | None, history: int, rounds: int, gives_up: bool) -> None:
-        """A session; of a user of its own if there is none."""
+        """A session; of a new user if none is left."""
         self._begin_user()
         self._open(wait, timeout, HISTORIES[history])
         self._flow(rounds)

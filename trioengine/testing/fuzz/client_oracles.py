@@ -281,7 +281,7 @@ def check_names(holders: Sequence[RemoteHolder], model: str) -> None:
 
 
 def check_usage(reader: Reader, answers: Sequence[Completion]) -> None:
-    """The usage of a whole answer is that of an answer of the server's engine."""
+    """A whole answer has the same usage as an answer of the server's engine."""
     generation = reader.generation
     if generation is None or generation.outcome is None or not generation.outcome.is_complete:
         return

@@ -106,7 +106,7 @@ class Environment(World):
 
     @recorded(seed=st.integers(0, SEEDS - 1))
     def reorder(self, seed: int) -> None:
-        """From now on, to the end, the tasks that can run go in random orders; in that of their start if it is 0."""
+        """From now on, to the end, runnable tasks go in random orders, or in the order of their start if it is 0."""
         self.loop.reorder(seed)
 
     @recorded(rounds=st.integers(1, 8))

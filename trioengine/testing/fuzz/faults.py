@@ -26,7 +26,7 @@ class Harm(enum.Enum):
     SLEEP_EMPTIES_LINES = "sleep empties lines"  # and so aborts requests that wait for a slot
     SHUTDOWN = "shutdown"
     ABORT_ALL = "abort all"
-    DROPS = "drops"  # a message of a client, for which there is no room
+    DROPS = "drops"  # of a client's messages, for lack of room
     DISPLACES = "displaces"  # a connection makes room for another, before it has asked for anything
 
 

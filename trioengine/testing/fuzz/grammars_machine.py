@@ -76,7 +76,7 @@ class GrammarsMachine(SessionsMachine):
         for _ in range(2 - len(self.idle_holders)):
             self._open(None)
         self.loop.settle()
-        if len(self.idle_holders) < 2:  # there is no room
+        if len(self.idle_holders) < 2:  # the engine has no room for two
             return
         for each, prompt in zip((grammar, "words"), CROWD, strict=True):
             params = SamplingParams(max_tokens=40, min_tokens=min_tokens, grammar=GRAMMARS[each].grammar)

@@ -84,7 +84,7 @@ def has_unread(generation: object) -> bool:
 
 
 def response_id(generation: object) -> str:
-    """The server's id of a response, which is greater than the ids of all before it; empty if there is none."""
+    """The server's id of a response, which is greater than the ids of all before it; empty if it has none."""
     return generation.response_id or "" if isinstance(generation, Generation) else ""
 
 

@@ -45,7 +45,7 @@ _KEPT_AT_THE_END = KEPT | {"engine.recovery._suspects", "engine.recovery.probed"
 def check_empty(engine: Engine, worker: SimulatedWorker | None) -> None:
     """All callers have gone: no container has anything in it, and no session, request or change is referred to.
 
-    The worker is well and at rest, or there is none.
+    The worker, if any, is well and at rest.
     """
     roots: list[tuple[str, object]] = [("engine", engine.runtime)]
     if worker is not None:

@@ -134,7 +134,7 @@ class Machine(RuleBasedStateMachine):
 
     @classmethod
     def with_variant(cls, variant: int) -> type[Self]:
-        """Return the machine with another configuration. Raises ValueError if there is none of this number."""
+        """Return the machine with another configuration. Raises ValueError if no variant has this number."""
         if not 0 <= variant < cls.num_variants:
             raise ValueError(f"{cls.__name__} has {cls.num_variants} variants, and none with the number {variant}")
         return type(cls.__name__, (cls,), {"variant": variant, "__module__": cls.__module__}) if variant else cls

@@ -33,7 +33,7 @@ def machine_named(name: str) -> type[Machine]:
     """Return the machine of a name: `engine` or `EngineMachine`, `package.module:Class`, or `path/file.py:Class`.
 
     The module, or the file, is imported with the working directory and the file's own on `sys.path`. Raises ValueError
-    if there is none; an exception of the module itself propagates.
+    if no machine has this name; an exception of the module itself propagates.
     """
     where, is_elsewhere, class_name = name.rpartition(":")
     if not is_elsewhere:
@@ -74,7 +74,7 @@ def _look_in(folder: Path) -> None:
 
 
 def machine_of(program: Program) -> type[Machine]:
-    """Return the machine on which a program was found. Raises ValueError if there is none."""
+    """Return the machine on which a program was found. Raises ValueError if it does not exist."""
     return machine_named(program.machine).with_variant(program.variant)
 
 

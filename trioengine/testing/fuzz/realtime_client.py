@@ -97,7 +97,7 @@ class RealtimeClient(SimulatedClient):
         self.ask("response.create", response=response).asked = asked
 
     def truncate(self, text_end: int) -> None:
-        """Truncate the last answer, or an item that does not exist if there is no answer."""
+        """Truncate the last answer; before the first one, name an item that does not exist."""
         id = (self.conversation.ids_of("assistant") or ["none"])[-1]
         self.ask("conversation.item.truncate", item_id=id, content_index=0, text_end=text_end)
 

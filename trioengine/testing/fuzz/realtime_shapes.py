@@ -40,7 +40,7 @@ _FIELDS_OF_ITEMS = {
     "function_call": ("name", "call_id", "arguments"),
     "function_call_output": ("call_id", "output"),
 }
-CALL_ID = "c"  # of a call that the client answers; there is none
+CALL_ID = "c"  # of a call that the client answers; the model has made no such call
 _RESPONSE_FIELDS = (
     *("id", "object", "status", "status_details", "output", "conversation_id", "output_modalities"),
     *("max_output_tokens", "usage", "metadata", "dropped_turns", "dropped_item_ids"),
@@ -233,7 +233,7 @@ class ResponseEvents:
         assert (item["status"] == "in_progress") != is_done, f"the item is {item}"
 
     def end(self, done: Mapping[str, Any], error: Mapping[str, Any] | None) -> None:
-        """Check response.done; `error` is that of the last error event about the response."""
+        """Check response.done; `error` comes from the last error event about the response."""
         status, details = done["status"], done["status_details"]
         has_fields(done, _RESPONSE_FIELDS, "a response")
         last = self._seen[-1] if self._seen else None

@@ -69,7 +69,7 @@ class Head:
 
 
 def check_head(head: Head, content_type: str, request_id: str | None) -> None:
-    """Check the headers that every response has; `request_id` is that of the request, unless it was not read."""
+    """Check the headers that every response has; `request_id` is the request's, or None if it was not read."""
     found = head.value(b"content-type")
     assert found == content_type, f"the content type of a {head.status} is {found}, and not {content_type}"
     assert head.value(b"date"), f"a {head.status} without a Date"

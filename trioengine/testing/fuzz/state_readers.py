@@ -65,7 +65,7 @@ class StateReader:
     async def run(self) -> None:
         try:
             with self.scope, inside.subscription(self.log.engine, MAX_UNREAD) as states:
-                self.next = self.log.num_published - 1  # that of now
+                self.next = self.log.num_published - 1  # the present state
                 await self._read(states)
         finally:
             self.over = True

@@ -1,6 +1,6 @@
 """The tools of fuzzed chats: requests that offer them, calls in answers by a parser of its own, and histories of calls.
 
-The toy model writes a call only where a grammar makes it: that of a choice that forces one, or a regular expression.
+The toy model writes a call only where a grammar demands it, for a choice that forces one or by a regular expression.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class UsageLog(WorkerObserver, Observer):
     # ---- checks ---------------------------------------------------------------------------------------------------
 
     def check(self, completion: Completion, num_prompt_tokens: int) -> None:
-        """The usage of an answer, whole or not, is that of a worker that computed it."""
+        """The usage of an answer, whole or not, matches a worker that computed it."""
         usage, request = completion.usage, completion.request_id
         due = self._resumed[request]
         assert completion.resumed == due, f"request {request} went on with {due} workers more, not {completion.resumed}"

@@ -37,6 +37,6 @@ def _lives(pid: int) -> bool:
 
 
 def worker_of(pid: int | None) -> int | None:
-    """Return the child with the most memory, which has the model; None if there is none."""
+    """Return the child with the most memory, which has the model; None if the process has no children."""
     children = [] if pid is None else children_of(pid)
     return max(children, key=lambda child: figures_of(child) or (0, 0), default=None)

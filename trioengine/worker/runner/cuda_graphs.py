@@ -68,7 +68,7 @@ class CudaGraphs:
     def run(self, batch: ForwardBatch) -> Computed | None:
         """Compute the step, which is in host memory; None if no graph can.
 
-        A graph is recorded if there is none of this size.
+        Records a graph of this size if it is missing.
         """
         size = len(batch.token_ids)
         if not batch.is_decode or size not in self._padding.sizes:

@@ -111,7 +111,7 @@ class ModelSpec:
             raise ModelError(f"{path} has {context}, and {self.max_model_len} are in use")
 
     def allocate_caches(self) -> tuple[KVCache, StateCache | None]:
-        """The KV cache, and that of states, if the model has any; ModelError where the memory cannot be had."""
+        """The KV cache, and a cache of states if the model has any. Raises ModelError if memory runs out."""
         parts = self.model.text.state_parts
         states = StateCache(parts, self.num_state_slots, self.dtype, self.device) if parts else None
         text, num_blocks = self.model.text, self.num_blocks + self.num_reserved
@@ -153,8 +153,8 @@ def _unsized(config: WorkerConfig, path: str) -> ModelSpec:
 def _window_of(spec: ModelSpec, config: WorkerConfig) -> int:
     """The tokens that layers with windows see, if these have blocks of their own, else 0.
 
-    They share the others' blocks in a context that is no longer, in a model with states, in padded steps, and where the
-    kernels have no tables for windows.
+    They share the others' blocks if the context fits into the window, in a model with states, in padded steps, and if
+    the kernels have no tables for windows.
     """
     text = spec.model.text
     context = min(text.max_position_embeddings, config.max_model_len or text.max_position_embeddings)

@@ -212,7 +212,7 @@ def _logprobs(raw: Tensor, ids: Tensor, sequences: list[Sequence]) -> list[Logpr
 
 
 def logprobs_of(logits: Tensor, chosen: Tensor, top: int) -> list[Logprobs]:
-    """Log-probabilities in rows of logits [num_rows, vocab_size]: that of `chosen` [num_rows] first, then the best."""
+    """Log-probabilities in rows of logits [num_rows, vocab_size]: of `chosen` [num_rows] first, then of the best."""
     highest = logits.amax(dim=-1, keepdim=True)
     totals = highest + _totals((logits - highest).exp()).log().float()[:, None]
     best = logits.topk(min(top, logits.shape[1]))

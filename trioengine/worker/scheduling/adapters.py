@@ -65,7 +65,7 @@ class Adapters:
             self._runner.load_adapter(number, path)
 
     def drop_all(self) -> None:
-        """Drop them all, while there is no session."""
+        """Drop all adapters, while no session exists."""
         self._drop_idle(0)
 
     def check_integrity(self, held: Counter[int]) -> None:

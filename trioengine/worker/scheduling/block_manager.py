@@ -40,7 +40,7 @@ class Prefix(NamedTuple):
     blocks: tuple[int, ...] = ()
     partial: int | None = None  # the one more, to be copied as far as it matches
     num_tokens: int = 0  # of `blocks` and of the copy
-    state_slot: int = PADDING_SLOT  # with the state behind these tokens; the padding's: there is none
+    state_slot: int = PADDING_SLOT  # with the state behind these tokens; PADDING_SLOT if no state is kept
     num_found: int = 0  # tokens of full blocks in the cache, of which a state may be missing
     window_blocks: tuple[int, ...] = ()  # the last of the whole blocks, as far as the next token sees
     window_partial: int | None = None  # the one more
@@ -315,7 +315,7 @@ class BlockManager:
             self.states.give_back(slot)
 
     def _findable(self, sequence: Sequence, num_tokens: int) -> int:
-        """The block by which so many computed tokens of the sequence are found: its own where there is none yet."""
+        """The block by which so many computed tokens of the sequence are found: its own if they are not cached yet."""
         index = (num_tokens - 1) // self.block_size
         token_ids, parent = (
             packed(sequence.content(index * self.block_size, num_tokens)),

@@ -17,7 +17,7 @@ class GrammarCompiled:
 
     sequence: Sequence
     constraint: Constraint | None
-    error: str = ""  # there is no constraint
+    error: str = ""  # why `constraint` is None
 
 
 class Compiler(Protocol):

@@ -24,7 +24,7 @@ from trioengine.core.messages import ImageInput, PayloadConsumed
 from trioengine.worker.scheduling.images import Payload, PayloadSource, Picture, PictureStatus, Tile, TileShape
 from trioengine.worker.scheduling.sequence import Sequence
 
-_FIRST_TOKEN_ID = -(1 << 63)  # ids end at -(1 << 62), too large for 4 bytes
+_FIRST_TOKEN_ID = -(1 << 63)  # all ids are below -(1 << 62), so none fits into 4 bytes
 
 
 def image_token_ids(digest: bytes, count: int) -> array[int]:

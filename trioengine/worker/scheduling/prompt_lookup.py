@@ -13,7 +13,7 @@ from trioengine.worker.scheduling.sequence import Sequence
 from trioengine.worker.scheduling.speculation import shared
 
 NGRAM = 3  # tokens that have to occur before
-INDEXED_A_STEP = 4096  # tokens, of a long prompt; until all are indexed there is no draft
+INDEXED_A_STEP = 4096  # tokens, of a long prompt; no draft is made until all are indexed
 
 
 class NgramIndex:

@@ -82,7 +82,7 @@ class StateSlots:
         self._kept[block] = self._kept.pop(block)
 
     def forget(self, block: int) -> None:
-        """Give up the state behind a block that loses its content; nothing happens where there is none."""
+        """Give up the state, if any, behind a block that loses its content."""
         slot = self._kept.pop(block, None)
         if slot is not None:
             self._free.append(slot)
