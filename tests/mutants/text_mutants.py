@@ -94,7 +94,7 @@ TEXT_MUTANTS = (
         "F51",
         "a prompt of token ids loses its first token",
         replaced(Conversation, "_prepare_raw", _lose_the_first_token),
-        shows="the model's|are counted, there are|are cached|the prompt has",
+        shows="the model's|are counted|are cached|the prompt has",
     ),
     Mutant(
         "F64",
