@@ -231,13 +231,18 @@ class Reader:
             assert generation.outcome is not None, f"{generation} has no outcome, and result() returned"
             assert completion == generation.completion, "result() is the completion"
             return
-        while (chunk := await self._next(generation)) is not None:
-            self.chunks.append(chunk)
-            assert chunk.text or chunk.token_ids or chunk.tool_calls, "an empty chunk"
-            if self.style is Style.FIRST:
-                return
-            if self.style is Style.RAISES:
-                raise Oops
+        try:
+            while (chunk := await self._next(generation)) is not None:
+                self.chunks.append(chunk)
+                assert chunk.text or chunk.token_ids or chunk.tool_calls, "an empty chunk"
+                if self.style is Style.FIRST:
+                    return
+                if self.style is Style.RAISES:
+                    raise Oops
+        except EngineError:
+            is_read = generation.outcome is None or not inside.has_unread(generation)
+            assert is_read, f"its error is raised before its last chunk: {generation}"
+            raise
         assert not inside.is_timed_out(generation), "its timeout has ended it, and no error was raised"
         self._check_sum(generation)
         assert await anext(generation, None) is None, "it was read to its end, and there is more"

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from hypothesis.stateful import initialize, precondition
 
 from trioengine.actors.power_change import PowerState
 from trioengine.core.lifecycle import Phase
+from trioengine.serve.config import ServeConfig
 from trioengine.serve.limits import InFlight
 from trioengine.testing.fuzz import http_probes as probes
 from trioengine.testing.fuzz import inside
@@ -70,6 +72,10 @@ class HttpMachine(ChoicesEnvironment):
         self._loading = Life(self.faults)  # until the first worker is ready
         self.aborts = AbortJudge(self.engine, self.clients, self.loop.crashes)
         self._taps.enter_context(inside.replaced(InFlight, "abort", self.aborts.tap))
+
+    def make_config(self) -> ServeConfig:
+        config = super().make_config()
+        return replace(config, max_sessions_per_key=1) if self.variant == 1 else config
 
     @recorded(initialize, ready=st.sampled_from((True, True, True, False)), clients=st.integers(1, 2))
     def begin(self, ready: bool, clients: int) -> None:

@@ -297,6 +297,11 @@ def is_timed_out(generation: Generation | Request) -> bool:
     return _readable(generation).is_timed_out
 
 
+def has_unread(generation: Generation | Request) -> bool:
+    """Whether there is a chunk that its reader has not read."""
+    return _readable(generation).has_unread
+
+
 def num_tokens(generation: Generation | Request) -> int:
     """Tokens of the answer that were received."""
     return record(generation).num_tokens

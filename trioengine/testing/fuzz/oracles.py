@@ -180,8 +180,9 @@ def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults, req
     if generation.completion.token_ids:
         found_turns = generation.completion.dropped_turns
         assert found_turns == dropped_turns, f"{found_turns} turns are dropped, {dropped_turns} are too many"
-    if outcome.cause is Cause.SLEEP and inside.num_tokens(generation):
-        assert faults.hit(reader.life, Harm.SLEEPS_ABORT), f"no sleep aborts requests, and it has begun: {generation}"
+    if outcome.cause is Cause.SLEEP and requests.was_prepared(generation):
+        is_excused = faults.hit(reader.life, Harm.SLEEPS_ABORT)
+        assert is_excused, f"no sleep aborts requests, and it was with the worker: {generation}"
 
 
 def _check_lost(reader: Reader, generation: Generation, faults: InjectedFaults) -> None:

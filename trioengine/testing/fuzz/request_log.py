@@ -15,7 +15,7 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.observer import Observer, Slot
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, TimedOut
-from trioengine.core.lifecycle import Power
+from trioengine.core.lifecycle import Attachment, Event, Phase, Power
 from trioengine.core.types import Cause, Completion, FinishReason
 from trioengine.testing.fuzz import inside
 
@@ -86,6 +86,7 @@ class RequestLog(Observer):
         self._num_entering = 0  # sessions, minus those that were opened
         self._refused: set[object] = set()  # requests without an outcome
         self._causes: dict[inside.Request, AbstractSet[Cause]] = {}  # of those that were aborted: the first ones
+        self._prepared: set[inside.Request | None] = set()  # those that were posted to a worker
 
     def latest_of(self, task: trio.lowlevel.Task | None) -> Generation | None:
         """The last request that a task has made."""
@@ -135,6 +136,10 @@ class RequestLog(Observer):
         """Whether the request was admitted."""
         return inside.has_id(generation) and generation.request_id in self._admitted
 
+    def was_prepared(self, generation: Generation) -> bool:
+        """Whether its preparation was over, so that it was posted to a worker."""
+        return inside.record(generation) in self._prepared
+
     @property
     def whole_answers(self) -> list[Completion]:
         """The answers of requests that ran to their end."""
@@ -161,6 +166,11 @@ class RequestLog(Observer):
         assert isinstance(request, inside.Request), "requests are refused by their records"
         if request.outcome is None:
             self._refused.add(request)
+
+    def session_moved(self, actor: object, phase: Phase, attachment: Attachment, event: Event) -> None:
+        if event is Event.COMMIT:
+            assert isinstance(actor, inside.SessionActor), "sessions move as actors"
+            self._prepared.add(inside.request_of(actor))
 
     def session_entering(self, session: object) -> None:
         self._num_entering += 1

@@ -149,20 +149,23 @@ class ServedEnvironment(PeersEnvironment[Client], PicturesEnvironment):
 
     def __init__(self) -> None:
         super().__init__()
-        config = ServeConfig(
-            max_connections=MAX_CLIENTS,
-            max_buffered_bytes=self.max_buffered_bytes,
-            tool_call_parser=self.tool_form,
-            **self.serve_config,
-        )
         self.simulation.prints_tools = True
         self._closed_by = math.inf  # when the server must be over
         self.watch = ServerWatch(self.loop.crashes, self.coverage.saw, self.faults, self.requests, self.admissions)
         self._taps.enter_context(inside_client.repeatable())
         self._taps.enter_context(inside_server.tapped(self.watch, room=ROOM, at_once=AT_ONCE, kept=KEPT))
-        self.server = Server(self.engine, config)
+        self.server = Server(self.engine, self.make_config())
         self.server_call = Call(Life(self.faults), "server", functools.partial(self.server.run, [self.listener]), ())
         self.loop.start_soon(self.server_call.run, name="server")
+
+    def make_config(self) -> ServeConfig:
+        """Return the server's configuration."""
+        return ServeConfig(
+            max_connections=MAX_CLIENTS,
+            max_buffered_bytes=self.max_buffered_bytes,
+            tool_call_parser=self.tool_form,
+            **self.serve_config,
+        )
 
     @property
     def tool_form(self) -> str:
