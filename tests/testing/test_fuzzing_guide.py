@@ -8,6 +8,8 @@ from hypothesis import settings
 from hypothesis.database import InMemoryExampleDatabase
 from hypothesis.stateful import run_state_machine_as_test
 
+from trioengine.testing import toy_answer
+from trioengine.testing.fuzz.lifecycle_machine import LifecycleMachine
 from trioengine.testing.fuzz.machine import Finding
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
 
@@ -75,3 +77,16 @@ def test_hypothesis_keeps_and_replays_a_failure():
                 run_state_machine_as_test(Counted, settings=chosen)
     assert database.data
     assert made[0].finding is not None, "the failure that was kept runs first"
+
+
+def test_the_toy_models_answer_to_a_chat():
+    (block,) = [block for block in BLOCKS if "toy_answer(prompt" in block]
+
+    class Asks(LifecycleMachine):
+        async def app(self, engine):
+            completion = await engine.ask("to be", max_tokens=3)
+            names = {"engine": engine, "toy_answer": toy_answer}
+            exec(block, names)
+            assert completion.finish_reason == "abort" or completion.text == names["text"], "another answer"
+
+    assert fuzzed(Asks, 30).failure is None

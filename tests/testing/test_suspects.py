@@ -7,12 +7,12 @@ from mutants import MUTANTS
 
 from trioengine.testing.fuzz import describe
 from trioengine.testing.fuzz.core_machine import CoreMachine
-from trioengine.testing.fuzz.describe import FILES, SUSPECTS, suspects_text
+from trioengine.testing.fuzz.describe import BESIDE_USERS, SUSPECTS, suspects_text
 from trioengine.testing.fuzz.lifecycle_machine import LifecycleMachine
 from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.parallel import Search, search
 from trioengine.testing.fuzz.program import Program, ReplayFile, recorded
-from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
+from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, replayed, silence
 from trioengine.testing.fuzz.suspects import suspects
 from trioengine.testing.fuzz.trace import Trace
 
@@ -86,7 +86,7 @@ def test_a_file_is_one_line_with_its_first_functions(program):
     with silence():
         _, *lines = suspects_text(Forgetful, program).splitlines()
     files = [line.partition(": ")[0] for line in lines]
-    assert len(set(files)) == len(files) == FILES
+    assert len(set(files)) == len(files) == 1 + BESIDE_USERS
     assert max(line.count(" (") for line in lines) == SUSPECTS
 
 
@@ -122,3 +122,13 @@ def test_the_function_with_the_bug_is_among_those_that_are_shown(id, function):
         with silence():
             assert function in suspects_text(machine, program)
             assert suspects(machine, program).num_programs >= 20
+
+
+def test_a_finding_in_a_users_program_shows_few_other_files_and_no_frames_of_the_kit(program):
+    with silence():
+        found = replayed(Forgetful, program)
+        text = describe.failure_text(found.failure, Forgetful, program, found.trace)
+    suspects_shown = [line for line in text.splitlines() if line.startswith("  trioengine/")]
+    assert len(suspects_shown) == BESIDE_USERS
+    traceback = text[text.index("Traceback") :]
+    assert "in check\n" in traceback and "trioengine/testing" not in traceback

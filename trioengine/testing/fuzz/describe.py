@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 
 from trioengine.testing.fuzz.judged import judged
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.program import Program
 from trioengine.testing.fuzz.suspects import suspects
-from trioengine.testing.fuzz.trace import Trace, is_fuzzers_own, is_packages, place
+from trioengine.testing.fuzz.trace import Trace, is_fuzzers_own, is_kits, is_packages, is_users, place, short_path
 from trioengine.testing.sim_loop import Livelock
 
 TRACE_LINES = 25  # shown of a trace
 ERROR_LINES = 5  # shown of an error above its program
 FILES = 12  # shown with suspects
+BESIDE_USERS = 4  # of these: the package's, if some are the user's
 SUSPECTS = 3  # shown of a file
-_PACKAGES = str(Path(__file__).parents[3])
 
 
 def error_text(failure: Exception) -> str:
@@ -54,14 +53,9 @@ def suspects_text(machine: type[Machine], program: Program) -> str:
     for suspect in sorted(found.functions, key=lambda suspect: is_packages(suspect.file)):
         names.setdefault(suspect.file, []).append(f"{suspect.line} {suspect.function} ({suspect.times})")
     head = f"suspects, with the rarest steps (in so many of {found.num_programs} programs that pass):"
-    lines = [f"  {_short_path(file)}: {', '.join(each[:SUSPECTS])}" for file, each in names.items()]
-    return "\n".join([head, *lines[:FILES]])
-
-
-def _short_path(file: str) -> str:
-    """Relative to the package's parent or to the working directory, where it is in one of these."""
-    folders = (f"{folder}/" for folder in (_PACKAGES, Path.cwd()))
-    return next((file.removeprefix(folder) for folder in folders if file.startswith(folder)), file)
+    lines = [f"  {short_path(file)}: {', '.join(each[:SUSPECTS])}" for file, each in names.items()]
+    num_users = sum(not is_packages(file) for file in names)
+    return "\n".join([head, *lines[: min(FILES, num_users + BESIDE_USERS) if num_users else FILES]])
 
 
 def failure_text(
@@ -82,4 +76,12 @@ def _paragraphs(
             yield f"no suspects: {type(exc).__name__}: {exc}"
     yield str(program)
     yield trace_text(trace, whole=whole)
-    yield "".join(traceback.format_exception(failure))  # has the whole message
+    yield _traceback(failure)  # has the whole message
+
+
+def _traceback(failure: Exception) -> str:
+    """The traceback; of a failure in the user's program without the frames of the kit around it."""
+    shown = traceback.TracebackException.from_exception(failure)
+    if any(is_users(frame.filename) for frame in shown.stack):
+        shown.stack = traceback.StackSummary.from_list(frame for frame in shown.stack if not is_kits(frame.filename))
+    return "".join(shown.format())

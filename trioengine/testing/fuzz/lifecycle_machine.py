@@ -228,8 +228,10 @@ class LifecycleMachine(DerivedMachine, PeersEnvironment[MemoryPeer]):
 
     def _describe_sessions(self) -> str:
         places = (self._openers.places.get(session, "an unknown place") for session in self._sessions)
-        calls = "no task of app, run or connect runs (keeps_sessions = True allows it)"
-        return f"{calls}, and sessions are left, opened at {'; '.join(places)}"
+        allows = "" if self.keeps_sessions else " (keeps_sessions = True allows it)"
+        is_over = self._serving is not None and self._serving.over
+        ended = "serve() has ended" if is_over else f"no task of app, run or connect runs{allows}"
+        return f"{ended}, and sessions are left, opened at {'; '.join(places)}"
 
     @property
     def _sessions(self) -> list[inside.SessionActor]:

@@ -128,6 +128,11 @@ def is_packages(file: str) -> bool:
     return file.startswith(_PACKAGE)
 
 
+def is_kits(file: str) -> bool:
+    """Whether code in this file is `trioengine.testing`'s."""
+    return file.startswith(_KIT)
+
+
 def is_library(file: str) -> bool:
     """Whether code in this file is neither this package's nor a user's."""
     return file.startswith(_LIBRARIES) and not is_packages(file)
@@ -140,7 +145,13 @@ def is_users(file: str) -> bool:
 
 def is_under_test(file: str) -> bool:
     """Whether code in this file is neither a library's nor the kit's."""
-    return not is_library(file) and not file.startswith(_KIT)
+    return not is_library(file) and not is_kits(file)
+
+
+def short_path(file: str) -> str:
+    """Relative to the package's parent or to the working directory, where it is in one of these."""
+    folders = (f"{folder}/" for folder in (Path(_PACKAGE).parent, Path.cwd()))
+    return next((file.removeprefix(folder) for folder in folders if file.startswith(folder)), file)
 
 
 def place(error: BaseException) -> str:
