@@ -38,7 +38,7 @@ _Tracer: TypeAlias = Callable[[FrameType, str, object], Any]
 
 
 class Steps:
-    """A context that takes down steps, by default those of code that is neither a library's nor the kit's."""
+    """A context that takes down steps, by default in code that is neither a library's nor the kit's."""
 
     def __init__(self, is_traced: Callable[[str], bool] = is_under_test) -> None:
         self._is_file_traced = is_traced
