@@ -12,6 +12,8 @@ from trioengine.testing.fuzz import judged as judged_module
 from trioengine.testing.fuzz.answers import check_parts
 from trioengine.testing.fuzz.describe import ERROR_LINES, error_text
 from trioengine.testing.fuzz.judged import judged
+from trioengine.testing.fuzz.lifecycle_machine import LifecycleMachine
+from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
 
 PACKAGE = Path(trioengine.__file__).parent
 
@@ -39,6 +41,16 @@ def test_a_finding_names_the_files_that_make_the_wrong_value():
     error = failure_of(check_parts, completion("wrong"), "right", None)
     assert judged(error)[0] == "text/output.py"
     assert "\nit judges trioengine/text/output.py, " in error_text(error)
+
+
+def test_a_failure_of_the_users_program_names_none():
+    class Careless(LifecycleMachine):
+        async def app(self, engine):
+            raise AssertionError("a check of the program")
+
+    with silence():
+        failure = Fuzzer(Careless, PROFILES["quick"], seed=0).run(seconds=60).failure
+    assert str(failure) == "a check of the program" and judged(failure) == ()
 
 
 def test_other_failures_name_none():

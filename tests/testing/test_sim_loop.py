@@ -164,7 +164,7 @@ def test_a_task_that_never_waits_is_a_livelock(loop):
             await trio.lowlevel.checkpoint()
 
     loop.start_soon(spin, name="spin")
-    loop.start_soon(trio.sleep_forever, name="sleeper")
+    loop.start_soon(trio.sleep_forever, name="spin")
     with pytest.raises(Livelock, match=r"after 50 passes, in testing/test_sim_loop\.py:\d+ [\w.<>]+spin:\n"):
         loop.settle(limit=50)
 

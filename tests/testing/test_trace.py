@@ -32,12 +32,17 @@ def test_the_users_tasks_start_and_end(trace):
     assert any("  task app-" in line and line.endswith(" starts") for line in trace)
     assert any("  task test_trace.visit starts, by test_trace.py:" in line for line in trace)
     assert any(line.endswith("  task test_trace.visit ends") for line in trace)
+    assert any("  task app-" in line and line.endswith(" ends with ExceptionGroup") for line in trace)
 
 
 def test_an_event_shows_the_users_line_that_caused_it(trace):
     assert any(": reserve, by test_trace.py:20 visit" in line for line in trace)
-    ended = [line for line in trace if ", engine, awake: close" in line]
-    assert not any("test_trace.py" in line for line in ended)
+
+
+def test_an_event_of_the_environment_shows_none(trace):
+    """Neither the test that runs the fuzzer, nor the program that was started from the shell."""
+    aborted = [line for line in trace if ": abort" in line or "loading: ready" in line]
+    assert len(aborted) >= 2 and not any(", by " in line for line in aborted)
 
 
 def test_it_ends_at_the_failure(trace):

@@ -25,7 +25,6 @@ from trioengine.testing.fuzz.parallel import Search, SearchDied, Searches
 from trioengine.testing.fuzz.program import ReplayFile, versions
 from trioengine.testing.fuzz.runner import Report, replayed, silence
 from trioengine.testing.fuzz.trace import is_fuzzers_own, place
-from trioengine.testing.fuzz.unreached import unreached_text
 
 KEEP = Path("fuzz-failure.json")
 FUZZER_FAILED = 3  # exit code
@@ -128,8 +127,6 @@ def _show(searches: Searches, machines: Sequence[type[Machine]], keep: Path) -> 
             keep.write_text(found.replay_file, encoding="utf-8")
             print(f"replay it: trioengine fuzz --replay {keep}\n")
     for machine, each in reports.items():
-        if found is None and not searches.interrupted and (unreached := unreached_text(machine)):
-            print(unreached)
         _show_coverage(_together(each), machine.reachable)
     return 0 if found is None else FUZZER_FAILED if found.is_fuzzers_own else 1
 

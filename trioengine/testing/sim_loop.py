@@ -179,9 +179,8 @@ class SimLoop:
             self.passes += 1
             if len(self._order.names) == before and not self._threads:
                 return
-        running = set(self._order.names[before:])
-        tasks = [task for task in _with_those_below(self._named(None)) if task.name in running]
-        places = f", in {', '.join(found)}" if (found := self._places(tasks)) else ""
+        found = ", ".join(self._places(self._order.latest))
+        places = textwrap.shorten(f", in {found}", MAX_LINES * WIDTH, placeholder=" ...") if found else ""
         raise Livelock(f"tasks were still running after {limit} passes{places}:\n{self.stacks()}")
 
     def seconds_to_next_deadline(self) -> float:
@@ -279,11 +278,13 @@ class _Order:
         self.digits = FIFO  # of the order, as a permutation's Lehmer code
         self.random: random.Random | None = None  # where no digits are left; None for the order of their start
         self.names: list[str] = []  # of the tasks that took a step
+        self.latest: list[trio.lowlevel.Task] = []  # the last of them, in the order of their start
 
     def shuffle(self, batch: list[trio.lowlevel.Task]) -> None:
         """Order the batch, which is in the order of the tasks' start."""
         if not batch:
             return
+        self.latest = list(batch)
         if len(batch) > 1:
             if self.digits:
                 self._permute(batch)

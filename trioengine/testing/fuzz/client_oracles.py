@@ -94,7 +94,9 @@ def check_text(
     counted = usage.prompt_tokens, usage.completion_tokens
     due_tokens = len(prompt), len(expected.token_ids)
     assert counted == due_tokens, f"{counted} tokens of prompt and answer are counted, there are {due_tokens}: {usage}"
-    assert 0 <= usage.cached_tokens < len(prompt), f"of {len(prompt)} tokens of the prompt are cached: {usage}"
+    assert 0 <= usage.cached_tokens < len(prompt), (
+        f"{usage.cached_tokens} of {len(prompt)} tokens of the prompt are cached"
+    )
 
 
 def check_reader(reader: Reader, faults: InjectedFaults) -> None:

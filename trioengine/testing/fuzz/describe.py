@@ -9,7 +9,7 @@ from trioengine.testing.fuzz.judged import judged
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.program import Program
 from trioengine.testing.fuzz.suspects import suspects
-from trioengine.testing.fuzz.trace import Trace, is_fuzzers_own, is_kits, is_packages, is_users, place, short_path
+from trioengine.testing.fuzz.trace import Trace, is_fuzzers_own, is_packages, is_users, place, short_path
 from trioengine.testing.sim_loop import Livelock
 
 TRACE_LINES = 25  # shown of a trace
@@ -80,8 +80,9 @@ def _paragraphs(
 
 
 def _traceback(failure: Exception) -> str:
-    """The traceback; of a failure in the user's program without the frames of the kit around it."""
+    """The traceback; of a failure in the user's program without the frames above it."""
     shown = traceback.TracebackException.from_exception(failure)
-    if any(is_users(frame.filename) for frame in shown.stack):
-        shown.stack = traceback.StackSummary.from_list(frame for frame in shown.stack if not is_kits(frame.filename))
+    first = next((index for index, frame in enumerate(shown.stack) if is_users(frame.filename)), 0)
+    if not is_fuzzers_own(failure):
+        shown.stack = traceback.StackSummary.from_list(shown.stack[first:])
     return "".join(shown.format())

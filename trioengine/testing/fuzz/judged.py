@@ -15,7 +15,9 @@ _JUDGED = {  # by the module of the check, or more closely by the check
     "answers.check_complete": ("text/grammar.py", "worker/scheduling/grammars.py", "worker/scheduling/sequence.py"),
     "answers.check_logprobs": ("actors/request.py", "worker/scheduling/scheduler.py"),
     "answers.check_parts": ("text/output.py", "text/tool_answer.py", "text/tool_calls.py"),
-    "callers": ("actors/generation.py", "actors/request.py", "text/output.py"),
+    "callers._check_sum": ("actors/generation.py", "actors/request.py", "text/output.py"),
+    "callers._read": ("actors/generation.py", "actors/request.py"),
+    "callers.check_timed_out": ("actors/generation.py", "actors/request.py"),
     "client_callers": ("client/problems.py", "client/connection.py", "client/client.py"),
     "client_callers.expect_aborts": ("client/client.py", "client/session.py", "client/generation.py"),
     "client_oracles": ("client/generation.py", "client/session.py", "client/conversation.py"),
@@ -36,10 +38,10 @@ _JUDGED = {  # by the module of the check, or more closely by the check
     "http_answers._take_call": ("serve/chat_tools.py", "serve/chat_response.py"),
     "http_books": ("serve/metrics.py", "actors/statistics.py", "serve/limits.py", "serve/response_bytes.py"),
     "http_judge": _HTTP,
-    "http_machine": ("serve/choices.py", "serve/http_connection.py", "serve/http.py"),
     "http_judge._check_beyond": ("serve/limits.py", "serve/connection.py", "serve/http_connection.py"),
     "http_judge._judge_error": ("serve/choices.py", "serve/errors.py", "serve/chat_request.py"),
     "http_judge._judge_refusal": ("serve/http.py", "serve/body.py", "serve/limits.py", "serve/responses.py"),
+    "http_machine": ("serve/choices.py", "serve/http_connection.py", "serve/http.py"),
     "leftovers": ("actors/runtime.py", "actors/sessions.py", "actors/gate.py", "actors/attachment.py"),
     "oracles._check_lost": ("actors/recovery.py", "actors/request.py"),
     "oracles._check_refusal": ("actors/admission.py", "actors/gate.py", "core/checks.py"),
@@ -84,11 +86,13 @@ _JUDGED = {  # by the module of the check, or more closely by the check
 
 
 def judged(error: BaseException) -> tuple[str, ...]:
-    """Return the files, relative to the package, that the innermost check in the error's traceback judges, if any."""
-    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+    """Return the files, relative to the package, that the check of ours which failed judges, if it was one."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames if isinstance(error, AssertionError) else []):
         file = Path(frame.f_code.co_filename)
-        if file.parent == Path(__file__).parent:
-            check = f"{file.stem}.{frame.f_code.co_name}"
-            if files := _JUDGED.get(check, _JUDGED.get(file.stem, ())):
-                return files
+        if file.parent != Path(__file__).parent:
+            break
+        check = f"{file.stem}.{frame.f_code.co_name}"
+        if files := _JUDGED.get(check, _JUDGED.get(file.stem, ())):
+            return files
     return ()

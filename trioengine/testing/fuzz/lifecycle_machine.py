@@ -168,12 +168,16 @@ class LifecycleMachine(DerivedMachine, PeersEnvironment[MemoryPeer]):
         self._lives[task] = Life(self.faults)
         if self.trace is not None:
             self.trace.add(f"  task {task.name} starts")
+        end = "ends"
         try:
             await function()
+        except BaseException as exc:
+            end = f"ends with {type(exc).__name__}"
+            raise
         finally:
             del self._lives[task]
             if self.trace is not None:
-                self.trace.add(f"  task {task.name} ends")
+                self.trace.add(f"  task {task.name} {end}")
 
     async def _speak(self, peer: MemoryPeer, client: Callable[..., Awaitable[object]], args: tuple[Any, ...]) -> None:
         """Run a client; its connection may break if the rules have broken it, or the server may have ended."""

@@ -86,7 +86,7 @@ class RequestLog(Observer):
         self._num_entering = 0  # sessions, minus those that were opened
         self._refused: set[object] = set()  # requests without an outcome
         self._causes: dict[inside.Request, AbstractSet[Cause]] = {}  # of those that were aborted: the first ones
-        self._prepared: set[inside.Request | None] = set()  # those that were posted to a worker
+        self._prepared: set[inside.Request] = set()  # those that were posted to a worker
 
     def latest_of(self, task: trio.lowlevel.Task | None) -> Generation | None:
         """The last request that a task has made."""
@@ -170,7 +170,9 @@ class RequestLog(Observer):
     def session_moved(self, actor: object, phase: Phase, attachment: Attachment, event: Event) -> None:
         if event is Event.COMMIT:
             assert isinstance(actor, inside.SessionActor), "sessions move as actors"
-            self._prepared.add(inside.request_of(actor))
+            request = inside.request_of(actor)
+            assert request is not None, "a request is prepared"
+            self._prepared.add(request)
 
     def session_entering(self, session: object) -> None:
         self._num_entering += 1

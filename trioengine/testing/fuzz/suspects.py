@@ -38,10 +38,9 @@ _Tracer: TypeAlias = Callable[[FrameType, str, object], Any]
 
 
 class Steps:
-    """A context that takes down steps, by default in code that is neither a library's nor the kit's."""
+    """A context that takes down the steps of the code under test, which is neither a library's nor the kit's."""
 
-    def __init__(self, is_traced: Callable[[str], bool] = is_under_test) -> None:
-        self._is_file_traced = is_traced
+    def __init__(self) -> None:
         self.order: dict[Step, None] = {}  # in the order of their first times
         self._before: Any = None
         self._in_repr: FrameType | None = None  # which the message of a failure calls
@@ -58,7 +57,7 @@ class Steps:
         code = frame.f_code
         file = code.co_filename
         if file not in self._is_traced:
-            self._is_traced[file] = self._is_file_traced(file)
+            self._is_traced[file] = is_under_test(file)
         if self._in_repr is not None or not self._is_traced[file]:
             return None
         if code.co_name == "__repr__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import sysconfig
 import traceback
@@ -18,9 +19,10 @@ from trioengine.core.lifecycle import Attachment, Event, Phase, PowerEvent, Powe
 from trioengine.core.messages import WIRE_NAMES, Message, TokensRow
 from trioengine.testing.simulated_worker import Handled, SimulatedWorker, WorkerObserver
 
-_FUZZER = str(Path(__file__).parent)
-_KIT, _PACKAGE = (str(folder) for folder in Path(__file__).parents[1:3])
-_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(trio.__file__).parent), "<")
+_FUZZER, _KIT, _PACKAGE = (f"{folder}{os.sep}" for folder in Path(__file__).parents[:3])
+_CALLERS_OF_THE_PROGRAM = (f"{_KIT}sim_loop.py", f"{_FUZZER}machine.py")  # of tasks, and of rules
+_INSTALLED = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), Path(trio.__file__).parent)
+_LIBRARIES = (*(f"{folder}{os.sep}" for folder in _INSTALLED), "<")
 _MOST = 72  # characters of a value
 _AFTER_TIME = " s  "
 
@@ -109,9 +111,9 @@ def _is_users_task(task: trio.lowlevel.Task) -> bool:
 
 
 def _by() -> str:
-    """The innermost line of the current stack that is the user's, for the end of a line; empty if there is none."""
+    """The innermost line of the task or rule that runs now, if it is the user's, for the end of a line; or empty."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and not frame.f_code.co_filename.startswith(_CALLERS_OF_THE_PROGRAM):
         if is_users(frame.f_code.co_filename):
             return f", by {Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_qualname}"
         frame = frame.f_back
@@ -150,7 +152,7 @@ def is_under_test(file: str) -> bool:
 
 def short_path(file: str) -> str:
     """Relative to the package's parent or to the working directory, where it is in one of these."""
-    folders = (f"{folder}/" for folder in (Path(_PACKAGE).parent, Path.cwd()))
+    folders = (f"{folder}{os.sep}" for folder in (Path(_PACKAGE).parent, Path.cwd()))
     return next((file.removeprefix(folder) for folder in folders if file.startswith(folder)), file)
 
 
