@@ -8,6 +8,7 @@ import shutil
 import stat
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from trioengine.core.errors import ModelError
 from trioengine.worker.kernels.compiler import CompilerMissing, KernelsUnavailable, load_library
 
 SOURCE = 'extern "C" int answer() { return ANSWER; }'
+WHEN_COMPILING = '#!/bin/sh\ncase "$*" in *" -c "*) {do};; esac\nexec {compiler} "$@"\n'
 COUNTING = '#!/bin/sh\necho "$@" >> {log}\nexec {compiler} "$@"\n'
 
 
@@ -210,6 +212,80 @@ def test_a_kept_library_without_a_function(source, home, tmp_path, monkeypatch, 
 def test_a_source_without_a_function(source):
     with pytest.raises(KernelsUnavailable, match="lacks the function missing"):
         load_library(source, {"ANSWER": 1}, ("answer", "missing"))
+
+
+# ---- several sources -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other(source):
+    """A second source, which the first one calls."""
+    source.write_text('extern "C" int other(); extern "C" int answer() { return other() + ANSWER; }')
+    path = source.with_name("other.cpp")
+    path.write_text('extern "C" int other() { return 40; }')
+    return path
+
+
+def test_two_sources(source, other, home, compilations):
+    for _ in range(2):
+        assert load_library(source, {"ANSWER": 2}, others=[other]).answer() == 42
+    assert compilations() == 2
+    other.write_text('extern "C" int other() { return 50; }')
+    assert load_library(source, {"ANSWER": 2}, others=[other]).answer() == 52
+    assert compilations() == 4
+    assert len(list(home.iterdir())) == 2
+
+
+def test_two_sources_are_compiled_side_by_side(source, other, tmp_path, monkeypatch):
+    """Each compiler waits for the other one."""
+    met = tmp_path / "met"
+    met.mkdir()
+    meet = f'touch {met}/$$; until [ "$(ls {met} | wc -l)" = 2 ]; do sleep 0.01; done'
+    use_compiler(tmp_path, monkeypatch, WHEN_COMPILING.format(do=meet, compiler=shutil.which("g++")))
+    assert load_library(source, {"ANSWER": 2}, others=[other]).answer() == 42
+
+
+def hang(tmp_path, monkeypatch, which):
+    """Compile no source whose path matches; return a function that gives the process that would have compiled it."""
+    pid = tmp_path / "pid"
+    do = f'case "$*" in {which}) sleep 60 & echo $! > {pid}; wait;; *) until [ -s {pid} ]; do sleep 0.01; done;; esac'
+    use_compiler(tmp_path, monkeypatch, WHEN_COMPILING.format(do=do, compiler=shutil.which("g++")))
+    return lambda: int(pid.read_text())
+
+
+@pytest.mark.parametrize("hanging", ["source", "other"])
+def test_one_of_two_sources_is_wrong(source, other, home, tmp_path, monkeypatch, hanging):
+    """The compiler of the other one is ended, with its child."""
+    wrong = {"source": other, "other": source}[hanging]
+    wrong.write_text("int x = y;")
+    child = hang(tmp_path, monkeypatch, f"*{hanging}.cpp*")
+    with pytest.raises(KernelsUnavailable, match=rf"g\+\+ fails: .*{wrong.name}:1:9: error: .*y.* was not declared"):
+        load_library(source, {"ANSWER": 2}, others=[other])
+    assert has_ended(child())
+    assert not home.exists()
+
+
+def test_compilers_that_take_too_long(source, other, home, tmp_path, monkeypatch):
+    monkeypatch.setattr("trioengine.worker.kernels.compiler._TIMEOUT", 1.0)
+    child = hang(tmp_path, monkeypatch, "*other.cpp*")
+    with pytest.raises(KernelsUnavailable, match=r"g\+\+ takes longer than 1 s"):
+        load_library(source, {"ANSWER": 2}, others=[other])
+    assert has_ended(child())
+    assert not home.exists()
+
+
+def has_ended(pid):
+    """Or will at once. Its parent was killed, too, so that it may be a zombie."""
+    state = Path(f"/proc/{pid}/status")
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            if "\nState:\tZ" in state.read_text(encoding="utf-8"):
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
 
 
 # ---- the runner ----------------------------------------------------------------------------------------------------

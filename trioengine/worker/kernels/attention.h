@@ -59,6 +59,8 @@ struct SegmentSums {
 // tokens hold anything.
 class CopiedTokens {
   public:
+    static constexpr int UNIT = std::gcd(GROUP_SIZE, STRIP);  // divides the rows of each strip
+
     void read(const HeadCache &cache, int64_t start, int count, int64_t) {
         for (int k = 0; k < count; k += RUN) {
             const CacheElement *keys = cache.keys(start + k);
@@ -81,6 +83,8 @@ class CopiedTokens {
 // The same numbers, read from the cache each time, for which a group of LANES tokens must lie in one block.
 class TokensInPlace {
   public:
+    static constexpr int UNIT = GROUP_SIZE;  // divides the rows of the only strip
+
     // Tokens up to `end` will be read next.
     void read(const HeadCache &cache, int64_t start, int count, int64_t end) {
         for (int k = 0; k < count; k += LANES) {
@@ -168,12 +172,14 @@ class TileAttention {
 
     template <int ROWS, class Tokens>
     void attend_strip(const Tokens &tokens, int r, int64_t start, int here, SegmentSums &sums) {
-        const int count = within(seen_by(r + ROWS - 1), start, here);
-        if (count == within(begin_of(r), start, here)) return;
-        score<ROWS>(tokens, r, count);
-        for (int i = r; i < r + ROWS; i++)
-            weigh(i, within(begin_of(i), start, here), within(seen_by(i), start, here), count, sums);
-        add_values<ROWS>(tokens, r, start, here, sums);
+        if constexpr (ROWS % Tokens::UNIT == 0) {
+            const int count = within(seen_by(r + ROWS - 1), start, here);
+            if (count == within(begin_of(r), start, here)) return;
+            score<ROWS>(tokens, r, count);
+            for (int i = r; i < r + ROWS; i++)
+                weigh(i, within(begin_of(i), start, here), within(seen_by(i), start, here), count, sums);
+            add_values<ROWS>(tokens, r, start, here, sums);
+        }
     }
 
     template <int ROWS, class Tokens>

@@ -1,9 +1,9 @@
 """Libraries compiled from C++ on this machine.
 
 A library is compiled once for its macros, such as a model's shape, for a compiler and a machine, and kept in the user's
-folder under a hash of all of them: the source with its headers, the command with the macros, and the macros that the
+folder under a hash of all of them: the sources with their headers, the command with the macros, and the macros that the
 compiler itself defines, which name its version and the machine's instructions. A kept library that others than the user
-and root can have changed is not loaded: the source is compiled again, in a private folder.
+and root can have changed is not loaded: the sources are compiled again, side by side, in a private folder.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from trioengine.core.config import child_environment
@@ -51,8 +53,12 @@ def find_compiler() -> str | None:
     return shutil.which("g++")
 
 
-def load_library(source: Path, macros: Mapping[str, str | int], functions: Sequence[str] = ()) -> ctypes.CDLL:
+def load_library(
+    source: Path, macros: Mapping[str, str | int], functions: Sequence[str] = (), others: Sequence[Path] = ()
+) -> ctypes.CDLL:
     """Load the source as a library with these functions, compiled with these macros unless a kept one can be trusted.
+
+    `others`: sources of the same folder that are parts of the library too.
 
     Raises KernelsUnavailable if it can be neither loaded nor compiled.
     """
@@ -61,14 +67,15 @@ def load_library(source: Path, macros: Mapping[str, str | int], functions: Seque
         raise CompilerMissing("no C++ compiler found; install g++")
     command = [compiler, *_FLAGS, *(f"-D{name}={value}" for name, value in macros.items())]
     try:
-        kept = _home() / f"{_hash(source, command)}.so"
+        sources = [each.absolute() for each in (source, *others)]
+        kept = _home() / f"{_hash(sources, command)}.so"
         library = _load_kept(kept)
         if library is not None and _missing(library, functions) is None:
             return library
         logger.info("compiling the CPU kernels for this model and machine")
         with _private_folder() as folder:
             made = folder / kept.name
-            _compile(source.absolute(), command, made)
+            _compile(sources, command, made)
             _keep(made, kept)
             library = _load(made, kept)
     except OSError as exc:
@@ -78,33 +85,64 @@ def load_library(source: Path, macros: Mapping[str, str | int], functions: Seque
     return library
 
 
-def _hash(source: Path, command: Sequence[str]) -> str:
+def _hash(sources: Sequence[Path], command: Sequence[str]) -> str:
     macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
-    headers = (header.read_bytes() for header in sorted(source.parent.glob("*.h")))
-    parts = (source.read_bytes(), *headers, repr(command).encode(), macros)
+    files = (file.read_bytes() for file in (*sources, *sorted(sources[0].parent.glob("*.h"))))
+    parts = (*files, repr(command).encode(), *macros)
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
 
 
-def _run(command: Sequence[str], folder: Path | None = None) -> bytes:
+def _run(*commands: Sequence[str], folder: Path | None = None) -> list[bytes]:
+    """Run compilers side by side; return their output. When one fails or takes too long, all are ended."""
+    with ThreadPoolExecutor(len(commands)) as threads, contextlib.ExitStack() as running:
+        outputs = []
+        for command in commands:
+            process = _start(command, folder)
+            running.callback(_end, process)
+            outputs.append(threads.submit(_wait, process, command[0]))
+        for output in as_completed(outputs):
+            output.result()
+    return [output.result() for output in outputs]
+
+
+def _start(command: Sequence[str], folder: Path | None) -> subprocess.Popen[bytes]:
     try:
-        ended = subprocess.run(
+        return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_TIMEOUT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             cwd=folder,
             env=child_environment(os.environ) | {"LC_ALL": "C"},
-            check=False,
         )
-    except subprocess.TimeoutExpired as exc:
-        raise KernelsUnavailable(f"{command[0]} takes longer than {_TIMEOUT:g} s") from exc
     except OSError as exc:
         raise KernelsUnavailable(f"{command[0]} does not run: {exc}") from exc
-    if ended.returncode != 0:
-        said = ended.stderr.decode("utf-8", "replace").strip().splitlines()
-        why = next((line for line in said if "error" in line), said[-1] if said else f"exit status {ended.returncode}")
-        raise KernelsUnavailable(f"{command[0]} fails: {why}")
-    return ended.stdout
+
+
+def _wait(process: subprocess.Popen[bytes], name: str) -> bytes:
+    with process:
+        try:
+            output, errors = process.communicate(timeout=_TIMEOUT)
+        except subprocess.TimeoutExpired as exc:
+            _end(process)
+            raise KernelsUnavailable(f"{name} takes longer than {_TIMEOUT:g} s") from exc
+    if process.returncode != 0:
+        said = errors.decode("utf-8", "replace").strip().splitlines()
+        last = said[-1] if said else f"exit status {process.returncode}"
+        why = next((line for line in said if "error" in line), last)
+        raise KernelsUnavailable(f"{name} fails: {why}")
+    return output
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a compiler that still runs, and its child, which does the work. They have no group of their own: they are in
+    this process's, to end with it.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(OSError):  # it has just ended
+            for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text("ascii").split():
+                os.kill(int(child), signal.SIGKILL)
+        process.kill()
 
 
 def _home() -> Path:
@@ -131,10 +169,11 @@ def _private_folder() -> Iterator[Path]:
             os.close(descriptor)
 
 
-def _compile(source: Path, command: Sequence[str], made: Path) -> None:
+def _compile(sources: Sequence[Path], command: Sequence[str], made: Path) -> None:
     """Linked without -fopenmp: its runtime is the one that torch has loaded, with the same threads."""
-    _run([*command, "-c", str(source), "-o", "kernels.o"], made.parent)
-    _run([command[0], "-shared", "kernels.o", "-o", made.name], made.parent)
+    objects = {f"{source.stem}.o": str(source) for source in sources}
+    _run(*([*command, "-c", source, "-o", name] for name, source in objects.items()), folder=made.parent)
+    _run([command[0], "-shared", *objects, "-o", made.name], folder=made.parent)
 
 
 def _keep(made: Path, kept: Path) -> None:

@@ -3,7 +3,7 @@
 //
 // All is computed in float32, a register of numbers at a time (lanes.h), in GCC's vector extension, and products by the
 // best instructions (dot.h). Not compiled with -ffast-math: what is not finite must be seen, in its sequence and in no
-// other.
+// other. The products are compiled beside it (products.cpp).
 
 #include "decoder.h"
 
@@ -85,28 +85,6 @@ void mix(const Element *results, const int64_t *places, const float *weights, in
 #pragma omp parallel for schedule(static) if (rows > 1)
     for (int64_t r = 0; r < rows; r++)
         mix_row(results, places + r * chosen, weights + r * chosen, chosen, size, out + r * size);
-}
-
-// ---- called by products.py ----
-
-// Bytes of a packed weight of the dtype.
-int64_t packed_size(int64_t outputs, int64_t inputs) {
-    return num_streams(outputs) * STREAM * padded(inputs) * sizeof(Element);
-}
-
-void pack(const Element *weight, int64_t outputs, int64_t inputs, Element *packed) {
-#pragma omp parallel for schedule(static)
-    for (int64_t stream = 0; stream < num_streams(outputs); stream++)
-        pack_stream(weight, outputs, inputs, stream, packed);
-}
-
-void linear(const Weight *w, const Element *x, int64_t rows, const Inputs *room, Element *out) {
-    prepare_and_multiply(*w, x, rows, *room, {out});
-}
-
-// The same without the last rounding.
-void linear_to_floats(const Weight *w, const Element *x, int64_t rows, const Inputs *room, float *out) {
-    prepare_and_multiply(*w, x, rows, *room, {nullptr, out});
 }
 
 // ---- called by native_decoder.py ----

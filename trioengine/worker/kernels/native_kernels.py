@@ -1,4 +1,4 @@
-"""The native kernels: calls into the library that is compiled from native.cpp for a model's shape."""
+"""The native kernels: calls into the library that is compiled from native.cpp and products.cpp for a model's shape."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from trioengine.worker.kernels.native_decoder import NativeDecoder
 from trioengine.worker.kernels.native_experts import routing_address
 from trioengine.worker.kernels.products import Products
 
-_SOURCE = Path(__file__).with_name("native.cpp")
+_SOURCE, _PRODUCTS = (Path(__file__).with_name(name) for name in ("native.cpp", "products.cpp"))
 _ELEMENTS = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.int8: "int8_t"}
 _TILE_BYTES = 72 << 10  # of queries, scores and results, in float32
 _KEYS, _LANES = 64, 16  # of attention.h, at most
@@ -73,7 +73,7 @@ _FUNCTIONS: Mapping[str, tuple[type, ...]] = {
 
 
 class NativeKernels:
-    """The calls into native.cpp, during which other threads run."""
+    """The calls into the library, during which other threads run."""
 
     name = "native"
     transposes_keys = True
@@ -110,7 +110,7 @@ class NativeKernels:
         }
         if at_most is not None:
             macros["AT_MOST"] = at_most
-        self.native = load_library(_SOURCE, macros, tuple(_FUNCTIONS))
+        self.native = load_library(_SOURCE, macros, tuple(_FUNCTIONS), [_PRODUCTS])
         for name, types in _FUNCTIONS.items():
             function = getattr(self.native, name)
             function.argtypes, function.restype = types, None

@@ -1,5 +1,5 @@
 // A weight, rows that are prepared for its product, and the product itself: of integers (integers.h), or of numbers of the
-// dtype (floats.h).
+// dtype (floats.h). Its tiles, which take long to compile, are in products.cpp alone.
 
 #pragma once
 
@@ -14,24 +14,24 @@ struct Inputs {
     Prepared *values;
 };
 
-inline void prepare_row(const Element *x, int64_t row, const Weight &w, const Inputs &to) {
-    if (w.bits > 0)
-        quantize_row(x, row, w.inputs / GROUP, to.quantized);
-    else
-        prepare_floats(x, row, w.inputs, to.values);
-}
+}  // namespace
+
+#pragma GCC visibility push(hidden)
+extern "C" {  // in products.cpp
+
+// Quantize a row, or lay it out for floats.h.
+void prepare_row(const Element *x, int64_t row, const Weight &w, const Inputs &to);
+
+// Compute some outputs of the rows from `row` to `end`.
+void product_task(const Inputs &x, const Weight &w, int64_t row, int64_t end, int64_t piece, const Results &out);
+
+}  // extern "C"
+#pragma GCC visibility pop
+
+namespace {
 
 // Tasks of a block of rows, each of some outputs.
 inline int64_t num_tasks(const Weight &w) { return w.bits > 0 ? num_pieces(w) : num_streams(w.outputs); }
-
-inline void product_task(const Inputs &x, const Weight &w, int64_t row, int64_t end, int64_t piece, const Results &out) {
-    if (w.bits == 4)
-        integer_task<4>(x.quantized, w, row, end, piece, out);
-    else if (w.bits == 8)
-        integer_task<8>(x.quantized, w, row, end, piece, out);
-    else
-        float_task(x.values, w, row, end, piece, out);
-}
 
 // The threads of a parallel region take tasks from one counter, and wait for the last. out [rows, outputs].
 inline void product(const Inputs &x, const Weight &w, int64_t rows, const Results &out) {
@@ -40,16 +40,6 @@ inline void product(const Inputs &x, const Weight &w, int64_t rows, const Result
     for (int64_t number = 0; number < pieces * ((rows + block - 1) / block); number++) {
         const int64_t row = number / pieces * block;
         product_task(x, w, row, std::min(row + block, rows), number % pieces, out);
-    }
-}
-
-// x [rows, inputs]; out [rows, outputs]; `room` is for that many rows.
-inline void prepare_and_multiply(const Weight &w, const Element *x, int64_t rows, const Inputs &room, const Results &out) {
-#pragma omp parallel
-    {
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++) prepare_row(x + r * w.inputs, r, w, room);
-        product(room, w, rows, out);
     }
 }
 

@@ -4,6 +4,9 @@
 
 #include "lanes.h"
 
+// Compiled once, not in each caller: such a function does so much that a call costs nothing beside it.
+#define ONE_COPY __attribute__((noinline)) inline
+
 namespace {
 
 // e to the x by Cephes' expf: 2 to the n times a polynomial. Off by some 2 units of the last place; beyond the range of
@@ -49,7 +52,7 @@ void norm_row(const Number *x, Floats squares, const Norm &norm, Element *out) {
 }
 
 // In place; the norm's size divides `size`.
-inline void norm_parts(Element *x, int64_t size, const Norm &norm) {
+ONE_COPY void norm_parts(Element *x, int64_t size, const Norm &norm) {
     for (int64_t i = 0; i < size; i += norm.size) norm_row(x + i, squares_of(x + i, norm.size), norm, x + i);
 }
 
@@ -61,7 +64,7 @@ struct Residual {
 };
 
 // x becomes x + delta; the delta becomes its norm.
-inline void add_row(float *x, Element *delta, const Residual &residual, int64_t size, Element *out) {
+ONE_COPY void add_row(float *x, Element *delta, const Residual &residual, int64_t size, Element *out) {
     if (residual.delta_norm.is_there()) norm_parts(delta, size, residual.delta_norm);
     Floats squares{};
     for_lanes(size, [&](int64_t i, int count) {
@@ -82,7 +85,7 @@ struct Rotary {
 };
 
 // Hugging Face's layout: element i turns with i + size / 2.
-inline void rotate_head(Element *x, int64_t size, const Element *cosines) {
+ONE_COPY void rotate_head(Element *x, int64_t size, const Element *cosines) {
     const Element *sines = cosines + size + size / 2;
     Element *y = x + size / 2;
     for_lanes(size / 2, [&](int64_t i, int n) {
@@ -101,14 +104,14 @@ inline Floats activated(Floats x, Activation activation) {
 }
 
 // x becomes x times the sigmoids of gates.
-inline void gate_row(Element *x, const Element *gates, int64_t size) {
+ONE_COPY void gate_row(Element *x, const Element *gates, int64_t size) {
     for_lanes(size, [&](int64_t i, int count) {
         store_lanes(x + i, load(x + i, count) / (1.0f + exponential(-load(gates + i, count))), count);
     });
 }
 
 // Gates, and behind them as many to be multiplied.
-inline void gated_row(const Element *gates, int64_t size, Activation activation, Element *out) {
+ONE_COPY void gated_row(const Element *gates, int64_t size, Activation activation, Element *out) {
     for_lanes(size, [&](int64_t i, int count) {
         store_lanes(out + i, activated(load(gates + i, count), activation) * load(gates + size + i, count), count);
     });
