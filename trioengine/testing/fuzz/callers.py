@@ -32,6 +32,7 @@ from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.conversations import Turn, check_dropped, content_of, media_of, messages_of, raw_turn
 from trioengine.testing.fuzz.faults import Life
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, check_not_admitted, check_refused
+from trioengine.testing.fuzz.timeouts import check_timed_out
 from trioengine.testing.fuzz.tools import Offered, joined
 from trioengine.testing.toy_model import PreparationFailed
 
@@ -294,25 +295,6 @@ class Reader:
         if trio.current_time() >= self.deadline:
             causes.add(Cause.TIMEOUT)
         return causes
-
-
-def partial_of(error: TimedOut) -> Completion:
-    """The error of a request carries its partial answer."""
-    assert error.completion is not None, f"a request timed out, and has no completion: {error!r}"
-    return error.completion
-
-
-def check_timed_out(error: TimedOut, generation: Generation | None) -> None:
-    """It is raised of a request that its timeout has ended."""
-    assert generation is not None, "only a request can time out"
-    assert inside.is_timed_out(generation), f"{generation} ended otherwise, and got {error!r}"
-    assert generation.outcome is not None, f"{generation} has no outcome, and raised {error!r}"
-    completion = partial_of(error)
-    assert completion == generation.completion, f"{completion} is not the completion: {generation.completion}"
-    num_characters = len(completion.text)
-    parts = " while ", "before any text", f" with {num_characters} character"
-    stages = parts[2:] if num_characters else parts[:2]
-    assert any(stage in str(error) for stage in stages), f"{num_characters} characters came, and {error!r}"
 
 
 Task = TypeVar("Task", bound=SessionHolder | Reader)

@@ -26,7 +26,6 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.answers import check_answer
-from trioengine.testing.fuzz.callers import partial_of
 from trioengine.testing.fuzz.conversations import (
     MEDIA,
     Content,
@@ -44,6 +43,7 @@ from trioengine.testing.fuzz.oracles import (
 )
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, FOR_AN_AUDIT, check_refused
+from trioengine.testing.fuzz.timeouts import partial_of
 from trioengine.testing.fuzz.usage_log import UsageLog
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_worker import Health

@@ -31,9 +31,10 @@ from trioengine.core.errors import (
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Chunk, Completion
 from trioengine.testing.fuzz import inside, inside_client
-from trioengine.testing.fuzz.callers import Oops, Reader, SessionHolder, Style, partial_of
+from trioengine.testing.fuzz.callers import Oops, Reader, SessionHolder, Style
 from trioengine.testing.fuzz.conversations import LONG, Content, Turn, media_of, text_of
 from trioengine.testing.fuzz.faults import Harm, InjectedFaults, Life
+from trioengine.testing.fuzz.timeouts import partial_of
 from trioengine.testing.memory_peer import RemotePeer
 from trioengine.testing.simulated_peer import PeerState
 

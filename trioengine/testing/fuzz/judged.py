@@ -17,7 +17,6 @@ _JUDGED = {  # by the module of the check, or more closely by the check
     "answers.check_parts": ("text/output.py", "text/tool_answer.py", "text/tool_calls.py"),
     "callers._check_sum": ("actors/generation.py", "actors/request.py", "text/output.py"),
     "callers._read": ("actors/generation.py", "actors/request.py"),
-    "callers.check_timed_out": ("actors/generation.py", "actors/request.py"),
     "client_callers": ("client/problems.py", "client/connection.py", "client/client.py"),
     "client_callers.expect_aborts": ("client/client.py", "client/session.py", "client/generation.py"),
     "client_oracles": ("client/generation.py", "client/session.py", "client/conversation.py"),
@@ -80,6 +79,7 @@ _JUDGED = {  # by the module of the check, or more closely by the check
     "realtime_shapes.check_usage": ("serve/realtime/response.py", "serve/realtime/prompt.py"),
     "request_log": ("actors/gate.py", "actors/admission.py", "actors/waiting_line.py"),
     "request_log.check": ("core/ledger.py", "actors/statistics.py", "actors/request.py"),
+    "timeouts": ("actors/generation.py", "actors/request.py"),
     "usage_log": ("actors/statistics.py", "worker/scheduling/scheduler.py", "actors/session_actor.py"),
     "usage_log.check": ("worker/scheduling/sequence.py", "worker/scheduling/scheduler.py", "actors/request.py"),
 }
