@@ -205,7 +205,7 @@ POWER_MUTANTS = (
         together(
             replaced(Scheduler, "forget_all", _keep_what_was_computed), replaced(ToyRunner, "sleep", _keep_the_slots)
         ),
-        shows="the model's|of none of the weights|is of another history|the state of slot \\d+, which has none",
+        shows="the model's|none of the weights|another history|sees something else|state of slot \\d+, which has none",
         machine="PowerMachine",
     ),
     Mutant(
