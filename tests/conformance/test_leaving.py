@@ -219,6 +219,21 @@ async def test_the_death_of_the_worker_fails_the_request(autojump_clock, side, s
     await check_goes_on(side, session)
 
 
+@pytest.mark.parametrize("config", [FAILING], ids=[""])
+async def test_the_error_of_a_request_comes_after_the_rest_of_its_answer(autojump_clock, side, session):
+    texts = []
+    with pytest.raises(WorkerLost):
+        async with session.generate("hello", LONG) as generation:
+            texts.append((await anext(generation)).text)
+            await trio.sleep(0.05)  # tokens come, and are not read
+            side.simulation.worker.exit(-9)
+            await generation.wait_settled()
+            async for chunk in generation:
+                texts.append(chunk.text)
+    assert len(texts) == 2 and side.answer([user("hello")], LONG).startswith("".join(texts))
+    await check_goes_on(side, session)
+
+
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 async def test_a_sleep_aborts_the_answer_or_keeps_it(autojump_clock, side, session, mode):
     async with session.generate("hello", LONG) as generation:

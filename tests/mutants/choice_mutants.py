@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from trioengine.serve import choices
 from trioengine.serve.chat_response import ChatFrames
 from trioengine.serve.choices import Choice, Choices
 from trioengine.serve.completion_logprobs import CompletionLogprobs
+from trioengine.serve.key_sessions import SessionShare
 from trioengine.text.tool_calls import CallArguments, CallBegin, ToolCallParser
 
 
@@ -113,6 +114,24 @@ def _shift(prompt: Any) -> Any:
     return mutant
 
 
+def _wake_nobody(_: Any) -> Any:
+    @asynccontextmanager
+    async def mutant(self: SessionShare) -> AsyncIterator[None]:
+        while self._num_used == self.num_held and self._all.left(self._key) <= 0:
+            await self._all.changed.wait()
+        self._num_used += 1
+        if self._num_used > self.num_held:
+            self._hold(1)
+        try:
+            yield
+        finally:
+            self._num_used -= 1
+            if self.num_held > 1:
+                self._hold(-1)
+
+    return mutant
+
+
 _http = partial(Mutant, machine="HttpMachine")
 CHOICE_MUTANTS = (
     _http(
@@ -187,5 +206,11 @@ CHOICE_MUTANTS = (
         replaced(ToolCallParser, "is_cut", lambda is_cut: property(lambda self: False)),
         shows="an item of it is",
         machine="RealtimeMachine",
+    ),
+    _http(
+        "F111",
+        "a prompt that waits for its request's only session is not woken",
+        replaced(SessionShare, "using", _wake_nobody),
+        shows="never answered|wait forever",
     ),
 )

@@ -162,6 +162,19 @@ def _go_on_at_the_end(put: Any) -> Any:
     return mutant
 
 
+def _wait_for_begun_requests(finish: Any) -> Any:
+    async def mutant(self: PowerActor, policy: InFlightPolicy, change: PowerChange) -> None:
+        if policy.mode is not Mode.WAIT or policy.timeout is not None:
+            await finish(self, policy, change)
+            return
+        while self._gate.ledger.running:
+            await self._wait()
+        self._gate.change_power(PowerEvent.QUIESCE)
+        change.num_aborted += self._sessions.abort_all(Cause.SLEEP)
+
+    return mutant
+
+
 POWER_MUTANTS = (
     Mutant(
         "F12",
@@ -265,6 +278,13 @@ POWER_MUTANTS = (
         "a reader of the states waits after the end of the engine",
         replaced(StateSubscription, "put", _go_on_at_the_end),
         shows="its states go on",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F110",
+        "a sleep that waits for requests aborts those without a token",
+        replaced(PowerActor, "_finish", _wait_for_begun_requests),
+        shows="no sleep aborts requests",
         machine="PowerMachine",
     ),
 )
