@@ -225,7 +225,7 @@ async def test_the_error_of_a_request_comes_after_the_rest_of_its_answer(autojum
     with pytest.raises(WorkerLost):
         async with session.generate("hello", LONG) as generation:
             texts.append((await anext(generation)).text)
-            await trio.sleep(0.05)  # tokens come, and are not read
+            await trio.sleep(0.05)  # simulated: tokens come, and are not read
             side.simulation.worker.exit(-9)
             await generation.wait_settled()
             async for chunk in generation:

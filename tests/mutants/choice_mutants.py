@@ -12,6 +12,7 @@ from mutant import Mutant, replaced
 
 from trioengine.actors.gate import Gate
 from trioengine.actors.request import Request
+from trioengine.aio.concurrency import Notifier
 from trioengine.core.types import Cause, Usage
 from trioengine.serve import choices
 from trioengine.serve.chat_response import ChatFrames
@@ -114,20 +115,18 @@ def _shift(prompt: Any) -> Any:
     return mutant
 
 
-def _wake_nobody(_: Any) -> Any:
+def _wake_nobody(using: Any) -> Any:
     @asynccontextmanager
     async def mutant(self: SessionShare) -> AsyncIterator[None]:
-        while self._num_used == self.num_held and self._all.left(self._key) <= 0:
-            await self._all.changed.wait()
-        self._num_used += 1
-        if self._num_used > self.num_held:
-            self._hold(1)
+        changed = self._all.changed
         try:
-            yield
+            async with using(self):
+                try:
+                    yield
+                finally:
+                    self._all.changed = Notifier()
         finally:
-            self._num_used -= 1
-            if self.num_held > 1:
-                self._hold(-1)
+            self._all.changed = changed
 
     return mutant
 
