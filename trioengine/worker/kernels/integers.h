@@ -19,6 +19,7 @@ constexpr int GROUP = 32;
 constexpr int PANEL = 16;
 constexpr int STEPS = GROUP / 4;
 constexpr int STEP_BYTES = 4 * PANEL;
+constexpr int LINE = 64;  // bytes of a line of the cache
 constexpr int TILE_ROWS = INSTRUCTIONS ? 4 : 1;  // of a tile, at most: elsewhere there are no registers for more
 constexpr int PANELS = 2;  // of a tile, at most: its sums, 8 integer and 8 float, are in registers
 constexpr int BLOCK = 128;  // rows that one task computes, whose activations stay in the second cache
@@ -27,12 +28,17 @@ struct Activations {  // [rows, groups] of each: an activation is about its code
     int8_t *codes;    // and GROUP
     float *scales, *offsets;
     float *sums;      // the scale times the sum of the codes: the factor of a minimum
-    int32_t *counts;  // the sum of the codes: the factor of a zero
+    int32_t *starts;  // of the sums of products: minus the sum of the codes times the zero of the weight
 };
 
 constexpr int FACTOR_BYTES = 2 * PANEL;  // of a panel's scales, totals or minima, in float16
 template <int BITS>
 constexpr int CODE_BYTES = GROUP * PANEL * BITS / 8;  // of a panel's group
+
+template <int BITS>
+inline int64_t group_bytes(const Weight &w) {  // of a panel
+    return CODE_BYTES<BITS> + (w.has_minima ? 3 : 2) * FACTOR_BYTES;
+}
 
 // ---- a tile ----
 
@@ -78,20 +84,32 @@ inline __attribute__((always_inline)) void sum_group(const int32_t (&starts)[COU
         }
 }
 
+// Bytes that a later task will read: so many lines of the cache for each group of a tile.
+struct Ahead {
+    const uint8_t *data;
+    int64_t lines;
+
+    void fetch(int64_t group) const {
+        const uint8_t *line = data + group * lines * LINE;
+        for (int64_t i = lines; i > 0; i--, line += LINE) __builtin_prefetch(line, 0, 2);
+    }
+};
+
 template <int BITS, int COUNT, int WIDTH>
-void integer_tile(const Activations &x, const Weight &w, int64_t row, int64_t panel, const Results &out) {
+void integer_tile(const Activations &x, const Weight &w, int64_t row, int64_t panel, const Results &out,
+                  Ahead ahead) {
     constexpr int PARTS_OF_PANEL = PANEL / LANES;
     constexpr int JOINT = PARTS_OF_PANEL == 1 ? WIDTH : 1;  // registers of codes that are multiplied together
-    const int64_t panel_bytes = CODE_BYTES<BITS> + (w.has_minima ? 3 : 2) * FACTOR_BYTES;
     const int64_t groups = w.inputs / GROUP;
-    const uint8_t *group = w.data + panel * groups * panel_bytes;
-    Floats results[COUNT][WIDTH * PARTS_OF_PANEL]{};
-    for (int64_t g = 0; g < groups; g++, group += WIDTH * panel_bytes) {
+    const uint8_t *group = w.data + panel * groups * group_bytes<BITS>(w);
+    Floats results[WIDTH * PARTS_OF_PANEL][COUNT]{};
+    for (int64_t g = 0; g < groups; g++, group += WIDTH * group_bytes<BITS>(w)) {
         const int64_t at = row * groups + g;  // of the first row
+        ahead.fetch(g);
         const uint8_t *scales = group + WIDTH * CODE_BYTES<BITS>, *totals = scales + WIDTH * FACTOR_BYTES;
         const uint8_t *minima = totals + WIDTH * FACTOR_BYTES;
         int32_t starts[COUNT];
-        for (int r = 0; r < COUNT; r++) starts[r] = -w.zero * x.counts[at + r * groups];
+        for (int r = 0; r < COUNT; r++) starts[r] = x.starts[at + r * groups];
         for (int i = 0; i < WIDTH * PARTS_OF_PANEL; i += JOINT) {
             Ints sums[COUNT][JOINT];
             sum_group<BITS>(starts, group + i / PARTS_OF_PANEL * CODE_BYTES<BITS> + i % PARTS_OF_PANEL * sizeof(Bytes),
@@ -100,7 +118,7 @@ void integer_tile(const Activations &x, const Weight &w, int64_t row, int64_t pa
                 const int place = (i + j) * 2 * LANES;  // of factors: two bytes each
                 const Floats scale = load_halves(scales + place), total = load_halves(totals + place);
                 for (int r = 0; r < COUNT; r++) {
-                    Floats &result = results[r][i + j];
+                    Floats &result = results[i + j][r];
                     result = multiply_add(__builtin_convertvector(sums[r][j], Floats),
                                           scale * x.scales[at + r * groups], result);
                     result = multiply_add(total, x.offsets[at + r * groups] - Floats{}, result);
@@ -108,75 +126,100 @@ void integer_tile(const Activations &x, const Weight &w, int64_t row, int64_t pa
                 if (!w.has_minima) continue;
                 const Floats minimum = load_halves(minima + place);
                 for (int r = 0; r < COUNT; r++)
-                    results[r][i + j] = multiply_add(minimum, x.sums[at + r * groups] - Floats{}, results[r][i + j]);
+                    results[i + j][r] = multiply_add(minimum, x.sums[at + r * groups] - Floats{}, results[i + j][r]);
             }
         }
     }
+#pragma GCC unroll 4
     for (int i = 0; i < WIDTH * PARTS_OF_PANEL; i++) {
         const int64_t column = panel * PANEL + i * LANES;
         const Floats bias = w.bias == nullptr ? Floats{} : load(w.bias + column);
-        for (int r = 0; r < COUNT; r++) out.store((row + r) * w.outputs + column, results[r][i] + bias);
+        for (int r = 0; r < COUNT; r++) out.store((row + r) * w.outputs + column, results[i][r] + bias);
     }
 }
 
 template <int BITS, int WIDTH>
 void integer_tiles(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t panel, const Results &out) {
-    for (; row + TILE_ROWS <= end; row += TILE_ROWS) integer_tile<BITS, TILE_ROWS, WIDTH>(x, w, row, panel, out);
+    const int64_t groups = w.inputs / GROUP, bytes = WIDTH * group_bytes<BITS>(w);  // of a group
+    const int64_t tiles = std::max<int64_t>((end - row) / TILE_ROWS, 1);
+    Ahead ahead{w.data + (panel + WIDTH) * groups * group_bytes<BITS>(w),  // the next panels
+                std::max<int64_t>((bytes / LINE + tiles / 2) / tiles, 1)};
+    for (; row + TILE_ROWS <= end; row += TILE_ROWS, ahead.data += ahead.lines * groups * LINE)
+        integer_tile<BITS, TILE_ROWS, WIDTH>(x, w, row, panel, out, ahead);
     if constexpr (TILE_ROWS > 1) switch (end - row) {
-        case 3: return integer_tile<BITS, 3, WIDTH>(x, w, row, panel, out);
-        case 2: return integer_tile<BITS, 2, WIDTH>(x, w, row, panel, out);
-        case 1: return integer_tile<BITS, 1, WIDTH>(x, w, row, panel, out);
+        case 3: return integer_tile<BITS, 3, WIDTH>(x, w, row, panel, out, ahead);
+        case 2: return integer_tile<BITS, 2, WIDTH>(x, w, row, panel, out, ahead);
+        case 1: return integer_tile<BITS, 1, WIDTH>(x, w, row, panel, out, ahead);
     }
 }
 
-constexpr int64_t AT_ONCE = 2 * PANELS;  // that a task computes
-
 inline int64_t num_panels(const Weight &w) { return w.outputs / PANEL; }
-inline int64_t num_pieces(const Weight &w) { return (num_panels(w) + AT_ONCE - 1) / AT_ONCE; }
+inline int64_t num_pieces(const Weight &w) { return (num_panels(w) + PANELS - 1) / PANELS; }
 
 template <int BITS>
 inline void integer_task(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t piece, const Results &out) {
-    const int64_t last = std::min((piece + 1) * AT_ONCE, num_panels(w));
-    for (int64_t panel = piece * AT_ONCE; panel < last; panel += PANELS)
-        if (panel + PANELS <= last)
-            integer_tiles<BITS, PANELS>(x, w, row, end, panel, out);
-        else
-            integer_tiles<BITS, 1>(x, w, row, end, panel, out);
+    const int64_t panel = piece * PANELS;
+    if (panel + PANELS <= num_panels(w))
+        integer_tiles<BITS, PANELS>(x, w, row, end, panel, out);
+    else
+        integer_tiles<BITS, 1>(x, w, row, end, panel, out);
 }
 
 // ---- activations ----
 
-// Numbers that are not finite, or have such a range, make the scale of their group nan, and with it all results of their row.
-inline void quantize_group(const Element *x, int64_t at, const Activations &to) {
-    constexpr int PIECES = GROUP / LANES;
-    Floats pieces[PIECES];
-    for (int i = 0; i < PIECES; i++) pieces[i] = load(x + i * LANES);
-    Floats high = pieces[0], low = -high;
+struct Range {
+    float lowest, highest;  // the latter is infinite if a number is nan
+};
+
+inline Range range_of(const Element *x) {
+    Floats high = load(x), low = -high;
     Ints are_numbers = high == high;
-    for (int i = 1; i < PIECES; i++) {
-        high = larger(high, pieces[i]);
-        low = larger(low, -pieces[i]);
-        are_numbers &= pieces[i] == pieces[i];
+    for (int i = LANES; i < GROUP; i += LANES) {
+        const Floats piece = load(x + i);
+        high = larger(high, piece);
+        low = larger(low, -piece);
+        are_numbers &= piece == piece;
     }
-    const float lowest = -largest(low), range = largest(are_numbers ? high : all(INFINITY)) - lowest;
-    const bool is_finite = range < INFINITY, varies = is_finite && range > 1e-30f;
-    const float factor = varies ? 255.0f / range : 0;
-    Ints total{};
-    for (int i = 0; i < PIECES; i++) {
-        const Floats steps = varies ? rounded_product(pieces[i] - lowest, factor) - 128.0f : Floats{};
-        const Ints integers = __builtin_convertvector(steps, Ints);
-        const SmallInts small = __builtin_convertvector(integers, SmallInts);
-        std::memcpy(to.codes + at * GROUP + i * LANES, &small, sizeof small);
-        total += integers;
-    }
-    to.counts[at] = sum(total);
-    to.scales[at] = !is_finite ? NAN : varies ? range / 255.0f : 0;
-    to.offsets[at] = varies ? lowest + 128.0f * to.scales[at] : lowest;
-    to.sums[at] = to.scales[at] * float(to.counts[at]);
+    return {-largest(low), largest(are_numbers ? high : all(INFINITY))};
 }
 
-inline void quantize_row(const Element *x, int64_t row, int64_t groups, const Activations &to) {
-    for (int64_t g = 0; g < groups; g++) quantize_group(x + g * GROUP, row * groups + g, to);
+// Returns the sum of the codes.
+inline int32_t quantize_group(const Element *x, float lowest, float factor, int8_t *codes) {
+    Ints total{};
+    for (int i = 0; i < GROUP; i += LANES) {
+        const Floats steps = rounded_product(load(x + i) - lowest, factor) - 128.0f;
+        const Ints integers = __builtin_convertvector(steps, Ints);
+        const SmallInts small = __builtin_convertvector(integers, SmallInts);
+        std::memcpy(codes + i, &small, sizeof small);
+        total += integers;
+    }
+    return sum(total);
+}
+
+// As many groups as LANES at a time. Numbers that are not finite, or have such a range, make the scale of their group nan,
+// and with it all results of their row.
+inline void quantize_row(const Element *x, int64_t row, const Weight &w, const Activations &to) {
+    const int64_t groups = w.inputs / GROUP;
+    for (int64_t first = 0; first < groups; first += LANES) {
+        const int count = int(std::min<int64_t>(LANES, groups - first));
+        float lowest[LANES]{}, highest[LANES]{}, factors[LANES], scales[LANES];
+        for (int i = 0; i < count; i++) {
+            const Range range = range_of(x + (first + i) * GROUP);
+            lowest[i] = range.lowest, highest[i] = range.highest;
+        }
+        const Floats range = load(highest) - load(lowest);
+        const auto varies = range > 1e-30f, is_finite = range < INFINITY;
+        store_lanes(factors, varies & is_finite ? 255.0f / range : Floats{});
+        store_lanes(scales, is_finite ? varies ? range / 255.0f : Floats{} : all(NAN));
+        for (int i = 0; i < count; i++) {
+            const int64_t at = row * groups + first + i;
+            const int32_t total = quantize_group(x + (first + i) * GROUP, lowest[i], factors[i], to.codes + at * GROUP);
+            to.scales[at] = scales[i];
+            to.offsets[at] = lowest[i] + 128.0f * scales[i];
+            to.sums[at] = scales[i] * float(total);
+            to.starts[at] = -w.zero * total;
+        }
+    }
 }
 
 }  // namespace

@@ -137,6 +137,9 @@ template <class Vector, bool IS_UPPER>
 inline auto half(Vector v) {
     using Number = std::remove_reference_t<decltype(v[0])>;
     using Half __attribute__((vector_size(sizeof v / 2))) = Number;
+#if INSTRUCTIONS >= AVX512
+    if constexpr (sizeof v == 64) return (Half)_mm512_extracti64x4_epi64((__m512i)v, IS_UPPER);
+#endif
     Half result;
     std::memcpy(&result, (const char *)&v + (IS_UPPER ? sizeof result : 0), sizeof result);
     return result;

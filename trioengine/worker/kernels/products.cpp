@@ -22,7 +22,7 @@ extern "C" {
 
 void prepare_row(const Element *x, int64_t row, const Weight &w, const Inputs &to) {
     if (w.bits > 0)
-        quantize_row(x, row, w.inputs / GROUP, to.quantized);
+        quantize_row(x, row, w, to.quantized);
     else
         prepare_floats(x, row, w.inputs, to.values);
 }

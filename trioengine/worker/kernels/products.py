@@ -44,7 +44,7 @@ class WeightAddress(ctypes.Structure):
 class InputsAddress(ctypes.Structure):
     """products.h's Inputs."""
 
-    _fields_ = tuple((name, _ADDRESS) for name in ("codes", "scales", "offsets", "sums", "counts", "values"))
+    _fields_ = tuple((name, _ADDRESS) for name in ("codes", "scales", "offsets", "sums", "starts", "values"))
 
 
 @dataclass(slots=True)
@@ -144,7 +144,7 @@ class Scratch:
         return InputsAddress(
             self.reserve("codes", rows * columns, torch.int8),
             *(self.reserve(name, groups, torch.float32) for name in ("scales", "offsets", "sums")),
-            self.reserve("counts", groups, torch.int32),
+            self.reserve("sum_starts", groups, torch.int32),
             self.reserve("values", (rows + ROW_GROUP - 1) * (columns + 1), torch.float32),
         )
 

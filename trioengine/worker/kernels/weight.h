@@ -22,9 +22,20 @@ struct Results {
 
     void store(int64_t at, Floats values, int count = LANES) const {
         if (sums == nullptr)
-            store_lanes(rounded + at, values, count);
+            store_rounded(rounded + at, values, count);
         else
             store_lanes(sums + at, values, count);
+    }
+
+  private:
+    static void store_rounded(float *to, Floats values, int count) { store_lanes(to, values, count); }
+    static void store_rounded(bfloat16 *to, Floats values, int count) {
+#if INSTRUCTIONS >= BF16
+        const auto row = _mm512_cvtneps_pbh((__m512)values);  // with 0 for subnormal numbers
+        std::memcpy(to, &row, count * sizeof *to);
+#else
+        store_lanes(to, values, count);
+#endif
     }
 };
 
