@@ -26,6 +26,9 @@ void attend(const Element *heads, int64_t kv_heads, const LayerCache *cache, con
     attend_tiles({tiles, num_tiles, kv_heads, heads, {kv_heads, false}, *cache, tables, width, scale, window, out});
 }
 
+// kv_cache.py's KVOrder.
+int64_t cache_order() { return CACHE_IN_PAIRS ? 2 : 1; }
+
 // Bytes of the sums of a tile over a segment.
 int64_t sums_size() { return sizeof(SegmentSums); }
 
