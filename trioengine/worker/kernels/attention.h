@@ -38,15 +38,20 @@ struct Tiles {
 
     static int64_t segments(const Tile &tile) { return (tile.context + SEGMENT_SIZE - 1) / SEGMENT_SIZE; }
 
-    // Of one head of keys and values.
-    void attend(const Tile &tile, int64_t head, int64_t first, int64_t last, SegmentSums *sums) const {
+    // Of one head of keys and values. `next`: what is read behind them.
+    void attend(const Tile &tile, int64_t head, int64_t first, int64_t last, const Next &next, SegmentSums *sums) const {
         TileAttention attention(tile, queries(tile, head), row.size(), row.step(), scale, window);
-        const HeadCache cached{cache, kv_heads, head, tables + tile.sequence * width};
-        SegmentSums next;
+        const HeadCache cached = head_cache(tile, head);
+        SegmentSums more;
         for (int64_t segment = first; segment < last; segment++) {
-            attention.attend(cached, segment, segment == first ? *sums : next);
-            if (segment > first) sums->merge(next, rows(tile));
+            const Next behind{&cached, TileRows(tile, window).first_of(segment + 1)};
+            attention.attend(cached, segment, segment + 1 < last ? behind : next, segment == first ? *sums : more);
+            if (segment > first) sums->merge(more, rows(tile));
         }
+    }
+
+    HeadCache head_cache(const Tile &tile, int64_t head) const {
+        return {cache, kv_heads, head, tables + tile.sequence * width};
     }
 
     void write(const Tile &tile, int64_t head, const SegmentSums &sums) const {
@@ -74,8 +79,10 @@ inline void attend_tiles(const Tiles &t) {
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < t.count * t.kv_heads; i++) {
         const Tile &tile = t.tiles[i / t.kv_heads];
+        const int64_t j = std::min(i + 1, t.count * t.kv_heads - 1);
+        const HeadCache next = t.head_cache(t.tiles[j / t.kv_heads], j % t.kv_heads);
         SegmentSums sums;
-        t.attend(tile, i % t.kv_heads, 0, t.segments(tile), &sums);
+        t.attend(tile, i % t.kv_heads, 0, t.segments(tile), {&next, TileRows(t.tiles[j / t.kv_heads], t.window).first_of(0)}, &sums);
         t.write(tile, i % t.kv_heads, sums);
     }
 }
@@ -87,7 +94,7 @@ inline void attend_segments(const Tiles &t, int64_t segments, SegmentSums *sums)
     for (int64_t i = 0; i < t.count * t.kv_heads * segments; i++) {
         const int64_t unit = i / segments, segment = i % segments;
         const Tile &tile = t.tiles[unit / t.kv_heads];
-        if (segment < t.segments(tile)) t.attend(tile, unit % t.kv_heads, segment, segment + 1, sums + i);
+        if (segment < t.segments(tile)) t.attend(tile, unit % t.kv_heads, segment, segment + 1, {}, sums + i);
     }
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < t.count * t.kv_heads; i++) {

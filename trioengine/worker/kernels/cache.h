@@ -31,13 +31,9 @@ struct LayerCache {
     int64_t is_windowed;     // whether tables of windows name the blocks
 };
 
-// The places of a token's elements in a block.
-inline int64_t key_place(int64_t token, int element) {
-    return (element / WORD * BLOCK_SIZE + token) * WORD + element % WORD;
-}
-inline int64_t value_place(int64_t token, int element) {
-    return (token / WORD * HEAD_DIM + element) * WORD + token % WORD;
-}
+// The place of a token's first element in a block.
+inline int64_t key_place(int64_t token) { return token * WORD; }
+inline int64_t value_place(int64_t token) { return token / WORD * WORD * HEAD_DIM + token % WORD; }
 
 // A sequence's keys and values of one head.
 class HeadCache {
@@ -48,10 +44,10 @@ class HeadCache {
 
     // The first element of a token.
     const CacheElement *keys(int64_t position) const {
-        return cache_.elements + block(position, 0) * HEAD_DIM + key_place(position % BLOCK_SIZE, 0);
+        return cache_.elements + block(position, 0) * HEAD_DIM + key_place(position % BLOCK_SIZE);
     }
     const CacheElement *values(int64_t position) const {
-        return cache_.elements + block(position, 1) * HEAD_DIM + value_place(position % BLOCK_SIZE, 0);
+        return cache_.elements + block(position, 1) * HEAD_DIM + value_place(position % BLOCK_SIZE);
     }
     const float *key_scales(int64_t position) const {
         return cache_.scales + block(position, 0) + position % BLOCK_SIZE;
@@ -70,16 +66,19 @@ class HeadCache {
     const int64_t *table_;
 };
 
-// Stores a head's elements; place(d) is that of an element.
-template <class Place>
-inline void store_head(const Element *from, Element *to, Place place, float *) {
-    for (int d = 0; d < HEAD_DIM; d++) to[place(d)] = from[d];
+// Has the CPU read a line into its second cache: the first one waits for few lines at a time.
+inline void fetch(const void *line) { __builtin_prefetch(line, 0, 2); }
+
+// Stores a head's elements, STEP apart; the first WIDTH ones, and then as many each time, lie side by side.
+template <int WIDTH, int STEP>
+inline void store_head(const Element *from, Element *to, float *) {
+    for (int d = 0; d < HEAD_DIM; d += WIDTH) std::memcpy(to + d * STEP, from + d, WIDTH * sizeof(Element));
 }
 
 // Stores the integers nearest to the elements times 127 / the largest magnitude, and the scale, which is nan if not all
 // elements are finite.
-template <class Place>
-inline void store_head(const Element *from, int8_t *to, Place place, float *scale) {
+template <int, int STEP>
+inline void store_head(const Element *from, int8_t *to, float *scale) {
     Floats top{};
     Ints are_numbers = top == top;
     for (int p = 0; p < PARTS; p++) {
@@ -93,9 +92,20 @@ inline void store_head(const Element *from, int8_t *to, Place place, float *scal
     for (int p = 0; p < PARTS; p++) {
         const Floats v = is_finite ? rounded_product(load(from + p * LANES, part_size(p)), factor) : Floats{};
         const Ints integers = __builtin_convertvector(v, Ints);
-        for (int i = 0; i < part_size(p); i++) to[place(p * LANES + i)] = int8_t(integers[i]);
+        for (int i = 0; i < part_size(p); i++) to[(p * LANES + i) * STEP] = int8_t(integers[i]);
     }
     *scale = is_finite ? most / 127.0f : NAN;
+}
+
+// Has the CPU read the lines of a slot, of which a token's elements are a part.
+inline void fetch_slot(int64_t kv_heads, int64_t slot, const LayerCache &cache) {
+    constexpr int LINE = 64 / sizeof(CacheElement), IN_LINE = std::max(WORD, LINE / BLOCK_SIZE);  // elements; of a key
+    const int64_t token = slot % BLOCK_SIZE;
+    const CacheElement *to = cache.elements + slot / BLOCK_SIZE * 2 * kv_heads * BLOCK_SIZE * HEAD_DIM;
+    for (int64_t h = 0; h < kv_heads; h++, to += BLOCK_SIZE * HEAD_DIM)
+        for (int d = 0; d < HEAD_DIM; d += IN_LINE) fetch(to + key_place(token) + d * BLOCK_SIZE);
+    for (int64_t h = 0; h < kv_heads; h++, to += BLOCK_SIZE * HEAD_DIM)
+        for (int d = 0; d < HEAD_DIM * WORD; d += LINE) fetch(to + value_place(token) + d);
 }
 
 // A token's keys, and the values behind them, to its slot.
@@ -106,9 +116,9 @@ inline void store_token(const Element *from, int64_t kv_heads, int64_t slot, con
         CacheElement *to = cache.elements + block * HEAD_DIM;
         float *scale = IS_QUANTIZED ? cache.scales + block + token : nullptr;
         if (h < kv_heads)
-            store_head(from, to, [=](int d) { return key_place(token, d); }, scale);
+            store_head<WORD, BLOCK_SIZE>(from, to + key_place(token), scale);
         else
-            store_head(from, to, [=](int d) { return value_place(token, d); }, scale);
+            store_head<1, WORD>(from, to + value_place(token), scale);
     }
 }
 

@@ -12,14 +12,14 @@ class CopiedTokens {
   public:
     static constexpr int UNIT = std::gcd(GROUP_SIZE, STRIP);  // divides the rows of each strip
 
-    void read(const HeadCache &cache, int64_t start, int count, int64_t) {
-        for (int k = 0; k < count; k += RUN) {
-            const CacheElement *keys = cache.keys(start + k);
+    void read(const HeadCache &cache, const Piece &piece, const Next &) {
+        for (int k = 0; k < piece.size; k += RUN) {
+            const CacheElement *keys = cache.keys(piece.start + k);
             float *to = (float *)keys_[k / LANES] + k % LANES;
             for (int d = 0; d < HEAD_DIM; d++) store_lanes(to + d * LANES, load(keys + d * BLOCK_SIZE, RUN), RUN);
         }
-        for (int k = 0; k < count; k++) {
-            const CacheElement *values = cache.values(start + k);
+        for (int k = 0; k < piece.size; k++) {
+            const CacheElement *values = cache.values(piece.start + k);
             for (int p = 0; p < PARTS; p++) values_[k][p] = load(values + p * LANES, part_size(p));
         }
     }
@@ -36,25 +36,25 @@ class TokensInPlace {
   public:
     static constexpr int UNIT = GROUP_SIZE;  // divides the rows of the only strip
 
-    // Tokens up to `end` will be read next.
-    void read(const HeadCache &cache, int64_t start, int count, int64_t end) {
-        for (int k = 0; k < count; k += LANES) {
-            const int64_t next = start + k + KEYS < end ? start + k + KEYS : start + k;
-            keys_[k / LANES] = cache.keys(start + k);
-            values_[k / LANES] = cache.values(start + k);
-            next_keys_[k / LANES] = cache.keys(next);
-            next_values_[k / LANES] = cache.values(next);
+    void read(const HeadCache &cache, const Piece &piece, const Next &next) {
+        for (int k = 0; k < piece.size; k += LANES) {
+            keys_[k / LANES] = next_keys_[k / LANES] = cache.keys(piece.start + k);
+            values_[k / LANES] = next_values_[k / LANES] = cache.values(piece.start + k);
+        }
+        for (int k = 0; k < std::min(piece.size, next.piece.size); k += LANES) {
+            next_keys_[k / LANES] = next.cache->keys(next.piece.start + k);
+            next_values_[k / LANES] = next.cache->values(next.piece.start + k);
         }
     }
     Floats key(int group, int element) const {
         if (element * BLOCK_SIZE * sizeof(CacheElement) % LINE == 0)
-            __builtin_prefetch(next_keys_[group] + element * BLOCK_SIZE);
+            fetch(next_keys_[group] + element * BLOCK_SIZE);
         return load(keys_[group] + element * BLOCK_SIZE);
     }
     Floats value(int token, int part) const {
         const int64_t place = token % LANES * HEAD_DIM + part * LANES;
         if (part * LANES * sizeof(CacheElement) % LINE == 0)
-            __builtin_prefetch(next_values_[token / LANES] + place);
+            fetch(next_values_[token / LANES] + place);
         return load(values_[token / LANES] + place, part_size(part));
     }
 
@@ -77,13 +77,13 @@ class FloatAttention {
         }
     }
 
-    void attend(const HeadCache &cache, int64_t segment, SegmentSums &sums) {
+    void attend(const HeadCache &cache, int64_t segment, const Next &next, SegmentSums &sums) {
         sums.clear(rows_.count);
-        rows_.for_pieces(segment, [&](const Piece &piece, int64_t end) {
+        rows_.for_pieces(cache, segment, next, [&](const Piece &piece, const Next &next) {
             if constexpr (IS_QUANTIZED) read_scales(cache, piece);
             if constexpr (RUN == LANES && GROUP_SIZE <= STRIP)
-                if (rows_.count <= STRIP) return attend_piece(cache, in_place_, piece, end, sums);
-            attend_piece(cache, copied_, piece, end, sums);
+                if (rows_.count <= STRIP) return attend_piece(cache, in_place_, piece, next, sums);
+            attend_piece(cache, copied_, piece, next, sums);
         });
     }
 
@@ -96,8 +96,8 @@ class FloatAttention {
     }
 
     template <class Tokens>
-    void attend_piece(const HeadCache &cache, Tokens &tokens, const Piece &piece, int64_t end, SegmentSums &sums) {
-        tokens.read(cache, piece.start, piece.size, end);
+    void attend_piece(const HeadCache &cache, Tokens &tokens, const Piece &piece, const Next &next, SegmentSums &sums) {
+        tokens.read(cache, piece, next);
         rows_.for_strips<Tokens::UNIT>([&](auto rows, int r) { attend_strip<rows>(tokens, r, piece, sums); });
     }
 

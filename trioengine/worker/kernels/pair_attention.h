@@ -22,10 +22,10 @@ class PairAttention {
     PairAttention(const Tile &tile, const Element *queries, int64_t stride, int64_t step, float scale, int64_t window)
         : rows_(tile, window), queries_(queries), stride_(stride), step_(step), scale_(scale * 1.44269504f) {}
 
-    void attend(const HeadCache &cache, int64_t segment, SegmentSums &sums) {
+    void attend(const HeadCache &cache, int64_t segment, const Next &next, SegmentSums &sums) {
         sums.clear(rows_.count);
-        rows_.for_pieces(segment, [&](const Piece &piece, int64_t end) {
-            read(cache, piece, end);
+        rows_.for_pieces(cache, segment, next, [&](const Piece &piece, const Next &next) {
+            read(cache, piece, next);
             rows_.for_strips<UNIT>([&](auto rows, int r) { attend_strip<rows>(r, piece, sums); });
         });
     }
@@ -38,15 +38,25 @@ class PairAttention {
     static constexpr int VALUE_STEP = 2 * HEAD_DIM;            // to the next two tokens
     static constexpr uint32_t ONES = 0x3f803f80;
 
-    // The piece's groups, and the keys of those behind it up to `end`.
-    void read(const HeadCache &cache, const Piece &piece, int64_t end) {
+    void read(const HeadCache &cache, const Piece &piece, const Next &next) {
         for (int k = 0; k < piece.size; k += LANES) {
-            const int64_t next = piece.start + k + KEYS < end ? piece.start + k + KEYS : piece.start + k;
             keys_[k / LANES] = cache.keys(piece.start + k);
             values_[k / LANES] = cache.values(piece.start + k);
-            next_keys_[k / LANES] = cache.keys(next);
         }
-        fetches_ = rows_.count <= STRIP;
+        num_next_ = 0;
+        if (rows_.count > STRIP) return;  // the time is that of the products
+        for (int k = 0; k < next.piece.size; k += LANES, num_next_++) {
+            next_keys_[num_next_] = next.cache->keys(next.piece.start + k);
+            next_values_[num_next_] = next.cache->values(next.piece.start + k);
+        }
+    }
+
+    // Of each next group the line of two elements of keys, and as many lines of values.
+    void fetch_next(int pair) const {
+        for (int g = 0; g < num_next_; g++) {
+            fetch(next_keys_[g] + pair * KEY_STEP);
+            fetch(next_values_[g] + pair * 2 * LANES);
+        }
     }
 
     // Which of a piece's tokens a row sees.
@@ -87,8 +97,7 @@ class PairAttention {
         for (int d = 0; d < HEAD_DIM / 2; d++) {
             Words keys[COUNT];
             for (int g = 0; g < COUNT; g++) keys[g] = load_words(keys_[g] + d * KEY_STEP);
-            if (fetches_)
-                for (int g = 0; g < COUNT; g++) __builtin_prefetch(values_[g] + d * 2 * LANES);
+            fetch_next(d);
 #pragma GCC unroll 4
             for (int i = 0; i < ROWS; i++) {
                 uint32_t pair;
@@ -136,7 +145,6 @@ class PairAttention {
             for (int k = all_begin; k < all_end; k++) {
                 Words pairs[WIDE];
                 for (int p = 0; p < WIDE; p++) pairs[p] = values(k, first + p);
-                if (fetches_ && first == 0) fetch_keys(k);
 #pragma GCC unroll 4
                 for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 4
@@ -153,17 +161,13 @@ class PairAttention {
         return load_words(of_group + part * 2 * LANES, part_size(part));
     }
     uint32_t weights(int i, int pair) const { return ((const uint32_t *)weights_[i])[pair]; }
-    void fetch_keys(int pair) const {
-        for (int d = pair % GROUP_PAIRS; d < HEAD_DIM / 2; d += GROUP_PAIRS)
-            __builtin_prefetch(next_keys_[pair / GROUP_PAIRS] + d * KEY_STEP);
-    }
 
     const TileRows rows_;
     const Element *const queries_;
     const int64_t stride_, step_;
     const float scale_;
-    const CacheElement *keys_[GROUPS], *values_[GROUPS], *next_keys_[GROUPS];
-    bool fetches_;
+    const CacheElement *keys_[GROUPS], *values_[GROUPS], *next_keys_[GROUPS], *next_values_[GROUPS];
+    int num_next_;
     Floats scores_[STRIP][GROUPS];
     Words weights_[STRIP][GROUPS / 2];  // of two tokens a word
 };

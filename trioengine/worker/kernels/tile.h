@@ -26,6 +26,12 @@ struct Piece {
     int within(int64_t token) const { return int(std::clamp<int64_t>(token - start, 0, size)); }
 };
 
+// The piece that is read next, and is fetched meanwhile. Its size may be 0.
+struct Next {
+    const HeadCache *cache;
+    Piece piece;
+};
+
 // The rows of a tile's queries, a group for each token. Row r sees the tokens of its window: from begin_of up to seen_by.
 struct TileRows {
     int count;
@@ -37,13 +43,20 @@ struct TileRows {
     int64_t seen_by(int r) const { return first + r / GROUP_SIZE + 1; }
     int64_t begin_of(int r) const { return std::max<int64_t>(seen_by(r) - window, 0); }
 
-    // What lies in a segment: body(piece, end), where `end` is that of the last one.
+    // The first piece of a segment.
+    Piece first_of(int64_t segment) const {
+        return piece_at(std::max(begin_of(0) / KEYS * KEYS, segment * SEGMENT_SIZE), end_of(segment));
+    }
+
+    // All pieces of a segment: body(piece, next); `next` is behind the last one.
     template <class Body>
-    void for_pieces(int64_t segment, Body body) const {
-        const int64_t begin = std::max(begin_of(0) / KEYS * KEYS, segment * SEGMENT_SIZE);
-        const int64_t end = std::min(seen_by(count - 1), (segment + 1) * SEGMENT_SIZE);
-        for (int64_t start = begin; start < end; start += KEYS)
-            body(Piece{start, int(std::min<int64_t>(KEYS, end - start))}, end);
+    void for_pieces(const HeadCache &cache, int64_t segment, const Next &next, Body body) const {
+        const int64_t end = end_of(segment);
+        for (Piece piece = first_of(segment); piece.size > 0;) {
+            const Piece behind = piece_at(piece.start + KEYS, end);
+            body(piece, behind.size > 0 ? Next{&cache, behind} : next);
+            piece = behind;
+        }
     }
 
     // body(rows of the strip, a constant; its first row); UNIT divides the rows of each strip.
@@ -55,6 +68,11 @@ struct TileRows {
     }
 
   private:
+    int64_t end_of(int64_t segment) const { return std::min(seen_by(count - 1), (segment + 1) * SEGMENT_SIZE); }
+    static Piece piece_at(int64_t start, int64_t end) {
+        return {start, int(std::clamp<int64_t>(end - start, 0, KEYS))};
+    }
+
     template <int UNIT, int ROWS, class Body>
     void for_rest(int r, Body body) const {
         if constexpr (ROWS > 0) {
