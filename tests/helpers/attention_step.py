@@ -9,7 +9,7 @@ import torch
 
 from helpers.torch_driver import spoil
 from trioengine.worker.kernels.batch import ForwardBatch
-from trioengine.worker.kernels.kv_cache import KVCache, KVLayout, dequantized, quantized
+from trioengine.worker.kernels.kv_cache import KVCache, KVLayout, KVOrder, dequantized, quantized
 
 LENGTHS = [  # (new tokens, tokens of context with them); those with one new token first
     [(1, 1)],
@@ -35,15 +35,15 @@ def assert_close(found, expected, dtype):
 class Step:
     """Sequences of (new, context) tokens in a cache whose unused memory is nan, and their attention in float64."""
 
-    def __init__(self, shape, dtype, lengths, scale=1.0, cache_dtype=None, transposes_keys=True, spoiled=None):
-        """`spoiled`: whether the rest is nan, or 0; None: unless the keys are not transposed."""
+    def __init__(self, shape, dtype, lengths, scale=1.0, cache_dtype=None, spoiled=True):
+        """`spoiled`: whether the rest is nan, or 0."""
         self.heads, self.kv_heads, self.head_dim, block_size, _ = shape
         counts = [-(-context // block_size) for _, context in lengths]
         blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
         tables = np.zeros((len(lengths), max(counts)), dtype=np.int64)
-        layout = KVLayout(cache_dtype or dtype, block_size, self.kv_heads, self.head_dim, transposes_keys)
+        layout = KVLayout(cache_dtype or dtype, block_size, self.kv_heads, self.head_dim, KVOrder.ROWS)
         self.cache = KVCache(layout, sum(counts), 1, torch.device("cpu"))
-        if transposes_keys if spoiled is None else spoiled:
+        if spoiled:
             spoil(self.cache)
         else:  # torch's kernels read whole blocks, whose rest they have cleared
             for tensor in (*self.cache.layers, *self.cache.scales):
@@ -80,11 +80,28 @@ class Step:
         block, place = divmod(slot, self.cache.layout.block_size)
         if self.cache.layout.is_quantized:
             held, self.cache.scales[0][block, :, place] = quantized(held)
-        self.cache.keys(0)[block, :, place], self.cache.values(0)[block, :, place] = held.chunk(2)
+        for part, places, heads in zip(self._parts(), self.cache.layout.places(), held.chunk(2), strict=True):
+            part[block, :, places[place]] = heads
 
     def stored(self):
         """[slots, 2 * kv_heads, head_dim], as the cache has them."""
-        return torch.cat((self.cache.keys(0), self.cache.values(0)), dim=1).transpose(1, 2).flatten(0, 1)
+        halves = zip(self._parts(), self.cache.layout.places(), strict=True)
+        return torch.cat([part[..., places] for part, places in halves], dim=1).transpose(1, 2).flatten(0, 1)
+
+    def _parts(self):
+        """Keys and values: [num_blocks, kv_heads, block_size * head_dim]."""
+        return self.cache.layers[0].chunk(2, dim=1)
+
+    def reorder(self, order):
+        """Have the same numbers in that order."""
+        if order is self.cache.layout.order:
+            return
+        before, layout, scales = self._parts(), self.cache.layout, self.cache.scales
+        self.cache = KVCache(replace(layout, order=order), len(before[0]), 1, torch.device("cpu"))
+        self.cache.scales = scales
+        ways = zip(self._parts(), before, self.cache.layout.places(), layout.places(), strict=True)
+        for part, part_before, places, places_before in ways:
+            part[..., places] = part_before[..., places_before]
 
     def stored_scales(self):
         """[slots, 2 * kv_heads]."""
@@ -124,4 +141,5 @@ class Step:
         return moved
 
     def run(self, kernels, window=None):
+        self.reorder(kernels.cache_order)
         return kernels.attention(self.batch, self.cache).forward(0, self.tokens, self.head_dim**-0.5, window)

@@ -2,8 +2,8 @@
 
 Usage, with the root in PYTHONPATH: python tests/worker/attention_rates.py [THREADS]
 
-For steps of one new token, and of a chunk of a prompt, behind contexts of several lengths, in every dtype of the KV
-cache; the shape is the default model's. There are as many layers, so that steps of one token read memory.
+For steps of one new token, of a chunk of a prompt, and of many sequences, behind contexts of several lengths, in every
+dtype of the KV cache; the shape is the default model's. There are as many layers, so that steps of one token read memory.
 """
 
 import statistics
@@ -21,16 +21,22 @@ from trioengine.worker.roof import measure_roof
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 9, 3, 64, 16
 LAYERS = 30
 DTYPES = ((torch.float32, None), (torch.float32, torch.int8), (torch.bfloat16, None), (torch.bfloat16, torch.int8))
-STEPS = ((1, 512), (1, 2048), (1, 8000), (256, 2048), (256, 8000))  # new tokens, context
+STEPS = (  # sequences, new tokens and context of each
+    *((1, 1, context) for context in (512, 2048, 8000)),
+    *((128, 1, context) for context in (16, 48, 192)),
+    *((1, 256, context) for context in (256, 2048, 8000)),
+)
 
 
-def make_step(new: int, context: int) -> ForwardBatch:
+def make_step(sequences: int, new: int, context: int) -> ForwardBatch:
     nothing = torch.empty(0, dtype=torch.int64)
-    blocks = torch.randperm(-(-context // BLOCK), generator=torch.Generator().manual_seed(0))
-    slots = [int(blocks[place // BLOCK]) * BLOCK + place % BLOCK for place in range(context - new, context)]
+    width = -(-context // BLOCK)
+    blocks = torch.randperm(sequences * width, generator=torch.Generator().manual_seed(0)).view(sequences, width)
+    places = torch.arange(context - new, context)
+    slots = blocks[:, places // BLOCK] * BLOCK + places % BLOCK
+    counts = [np.full(sequences, count) for count in (new, context)]
     return ForwardBatch(
-        nothing, nothing, torch.tensor(slots), nothing, blocks[None].numpy(), np.array([new]), np.array([context]),
-        int(new == 1), BLOCK,
+        nothing, nothing, slots.flatten(), nothing, blocks.numpy(), *counts, sequences * (new == 1), BLOCK
     )  # fmt: skip
 
 
@@ -40,23 +46,23 @@ def main() -> None:
     print(f"{torch.get_num_threads()} threads; memory: {peak}")
     for dtype, cache_dtype in DTYPES:
         kernels = NativeKernels(HEADS, KV_HEADS, HEAD_DIM, dtype, BLOCK, cache_dtype=cache_dtype)
-        layout = KVLayout(kernels.cache_dtype, BLOCK, KV_HEADS, HEAD_DIM, kernels.transposes_keys)
-        for new, context in STEPS:
-            cache = KVCache(layout, -(-context // BLOCK), LAYERS, torch.device("cpu"))
+        layout = KVLayout(kernels.cache_dtype, BLOCK, KV_HEADS, HEAD_DIM, kernels.cache_order)
+        for sequences, new, context in STEPS:
+            cache = KVCache(layout, sequences * -(-context // BLOCK), LAYERS, torch.device("cpu"))
             for tensor in (*cache.layers, *cache.scales):
                 tensor.fill_(1)
-            heads = torch.randn(new, HEADS + 2 * KV_HEADS, HEAD_DIM).to(dtype)
-            attention = kernels.attention(make_step(new, context), cache)
+            heads = torch.randn(sequences * new, HEADS + 2 * KV_HEADS, HEAD_DIM).to(dtype)
+            attention = kernels.attention(make_step(sequences, new, context), cache)
             times = []
-            for _ in range(2 + 600 // (new + 20)):
+            for _ in range(2 + 600 // (sequences * new + 20)):
                 began = time.process_time()
                 for layer in range(LAYERS):
                     attention.forward(layer, heads, HEAD_DIM**-0.5)
                 times.append((time.process_time() - began) / LAYERS)
             seconds = statistics.median(times[1:])
-            rate = context * layout.token_bytes / seconds / 1e9
+            rate = sequences * context * layout.token_bytes / seconds / 1e9
             print(
-                f"{dtype}, cache {layout.dtype}: {new} of {context}: {1e6 * seconds:.0f} us, {rate:.1f} GB/s",
+                f"{dtype}, cache {layout.dtype}: {sequences} x {new} of {context}: {1e6 * seconds:.0f} us, {rate:.1f} GB/s",
                 flush=True,
             )
 

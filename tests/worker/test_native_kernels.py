@@ -80,7 +80,7 @@ def test_attention_to_a_window(shape, dtype, lengths, window):
 @pytest.mark.parametrize("lengths", [*LENGTHS, [(300, 700)], [(600, 600)]], ids=str)
 def test_torch_attends_to_a_window(dtype, lengths, window):
     """In one product, in torch's kernel, and in groups of sequences."""
-    step = Step(SHAPES[0], dtype, lengths, transposes_keys=False)
+    step = Step(SHAPES[0], dtype, lengths, spoiled=False)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     found = step.run(TorchKernels(9, dtype), window)
     torch.testing.assert_close(found.double(), step.expected(window), rtol=tolerance, atol=tolerance)
@@ -195,7 +195,7 @@ def test_attention_to_integers(shape, dtype, lengths):
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_torch_attends_to_integers(dtype, lengths):
-    step = Step(SHAPES[0], dtype, lengths, cache_dtype=torch.int8, transposes_keys=False)
+    step = Step(SHAPES[0], dtype, lengths, cache_dtype=torch.int8, spoiled=False)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     found = step.run(TorchKernels(9, dtype))
     step.read_contexts()

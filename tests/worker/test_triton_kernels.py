@@ -45,7 +45,7 @@ def triton_kernels(num_heads, dtype):
 
 def attend(shape, dtype, lengths, window=None, cache_dtype=None):
     """Of a cache whose other memory is nan."""
-    step = Step((*shape, None), dtype, lengths, cache_dtype=cache_dtype, transposes_keys=False, spoiled=True)
+    step = Step((*shape, None), dtype, lengths, cache_dtype=cache_dtype)
     moved = step.moved_to(DEVICE)
     found = moved.run(triton_kernels(shape[0], dtype), window)
     if cache_dtype is not None:
@@ -75,8 +75,8 @@ def test_another_step_in_the_memory_of_a_plan(dtype):
     """As in a graph, which is recorded for padding: the tables are wider, and the slots are others."""
     kernels = triton_kernels(9, dtype)
     lengths = [(1, 300), (1, 64), (1, 65)]
-    step = Step((*SHAPES[0], None), dtype, lengths, transposes_keys=False, spoiled=True)
-    padding = Step((*SHAPES[0], None), dtype, [(1, 1)] * 3, transposes_keys=False, spoiled=True)
+    step = Step((*SHAPES[0], None), dtype, lengths)
+    padding = Step((*SHAPES[0], None), dtype, [(1, 1)] * 3)
     moved, recorded = step.moved_to(DEVICE), padding.moved_to(DEVICE).batch
     memory = torch.zeros(kernels.plan_size(3, 19), dtype=torch.int32, device=DEVICE)
     attention = kernels.recordable_attention(recorded, moved.cache, memory)
@@ -100,7 +100,7 @@ def test_attention_to_integers(shape, dtype, lengths):
 
 def test_new_keys_and_values_are_stored(dtype):
     """Where the slots say, and nothing else is written."""
-    step = Step((*SHAPES[0], None), dtype, [(1, 20), (3, 18)], transposes_keys=False, spoiled=True)
+    step = Step((*SHAPES[0], None), dtype, [(1, 20), (3, 18)])
     moved = step.moved_to(DEVICE)
     moved.run(triton_kernels(9, dtype))
     expected = step.stored()
@@ -109,7 +109,7 @@ def test_new_keys_and_values_are_stored(dtype):
 
 
 def test_what_is_not_finite_stays_in_its_sequence():
-    step = Step((*SHAPES[0], None), torch.float32, [(1, 40), (1, 30), (20, 60)], transposes_keys=False, spoiled=True)
+    step = Step((*SHAPES[0], None), torch.float32, [(1, 40), (1, 30), (20, 60)])
     step.tokens[1, 0, 0] = torch.nan  # a query
     found = step.moved_to(DEVICE).run(triton_kernels(9, torch.float32))
     assert found[1, :64].isnan().all()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trioengine.hub.model_config import TextConfig
 from trioengine.worker.kernels.batch import ForwardBatch, StateRows
-from trioengine.worker.kernels.kv_cache import KVCache
+from trioengine.worker.kernels.kv_cache import KVCache, KVOrder
 from trioengine.worker.kernels.linear import Linear
 from trioengine.worker.kernels.state_cache import StateCache
 
@@ -224,8 +224,8 @@ class Kernels(Protocol):
         ...
 
     @property
-    def transposes_keys(self) -> bool:
-        """Whether it takes a KV cache with transposed keys (KVLayout)."""
+    def cache_order(self) -> KVOrder:
+        """The order of the elements in the KV cache that it takes."""
         ...
 
     @property

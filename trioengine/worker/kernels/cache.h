@@ -1,5 +1,8 @@
 // The paged KV cache of a layer, in blocks of BLOCK_SIZE tokens. A block's keys are transposed, [HEAD_DIM, BLOCK_SIZE], so
 // that scores of LANES tokens are computed at once; its values are [BLOCK_SIZE, HEAD_DIM].
+//
+// Where the CPU multiplies pairs of bfloat16, two of them share a word: of keys two elements, [HEAD_DIM / 2, BLOCK_SIZE, 2],
+// and of values two tokens, [BLOCK_SIZE / 2, HEAD_DIM, 2].
 
 #pragma once
 
@@ -16,6 +19,10 @@ constexpr int PARTS = (HEAD_DIM + LANES - 1) / LANES;  // of a head, in lanes
 constexpr int REST = HEAD_DIM - (PARTS - 1) * LANES;   // elements of the last part
 constexpr int RUN = std::gcd(BLOCK_SIZE, LANES);       // tokens of a group of lanes that lie side by side
 
+constexpr bool CACHE_IN_PAIRS = INSTRUCTIONS >= BF16 && std::is_same_v<CacheElement, bfloat16> &&
+                                HEAD_DIM % 2 == 0 && RUN == LANES;
+constexpr int WORD = CACHE_IN_PAIRS ? 2 : 1;  // elements that lie side by side: of a key, and of tokens' values
+
 inline int part_size(int part) { return part == PARTS - 1 ? REST : LANES; }
 
 struct LayerCache {
@@ -24,6 +31,10 @@ struct LayerCache {
     int64_t is_windowed;     // whether tables of windows name the blocks
 };
 
+// The place of a token's first element in a block.
+inline int64_t key_place(int64_t token) { return token * WORD; }
+inline int64_t value_place(int64_t token) { return token / WORD * WORD * HEAD_DIM + token % WORD; }
+
 // A sequence's keys and values of one head.
 class HeadCache {
   public:
@@ -31,12 +42,12 @@ class HeadCache {
     HeadCache(const LayerCache &cache, int64_t kv_heads, int64_t head, const int64_t *table)
         : cache_(cache), kv_heads_(kv_heads), head_(head), table_(table) {}
 
-    // The first element of a token's key; the next ones are BLOCK_SIZE apart.
+    // The first element of a token.
     const CacheElement *keys(int64_t position) const {
-        return cache_.elements + block(position, 0) * HEAD_DIM + position % BLOCK_SIZE;
+        return cache_.elements + block(position, 0) * HEAD_DIM + key_place(position % BLOCK_SIZE);
     }
     const CacheElement *values(int64_t position) const {
-        return cache_.elements + (block(position, 1) + position % BLOCK_SIZE) * HEAD_DIM;
+        return cache_.elements + block(position, 1) * HEAD_DIM + value_place(position % BLOCK_SIZE);
     }
     const float *key_scales(int64_t position) const {
         return cache_.scales + block(position, 0) + position % BLOCK_SIZE;
@@ -55,14 +66,19 @@ class HeadCache {
     const int64_t *table_;
 };
 
-// Stores a head's elements, `step` apart.
-inline void store_head(const Element *from, int step, Element *to, float *) {
-    for (int d = 0; d < HEAD_DIM; d++) to[d * step] = from[d];
+// Has the CPU read a line into its second cache: the first one waits for few lines at a time.
+inline void fetch(const void *line) { __builtin_prefetch(line, 0, 2); }
+
+// Stores a head's elements, STEP apart; the first WIDTH ones, and then as many each time, lie side by side.
+template <int WIDTH, int STEP>
+inline void store_head(const Element *from, Element *to, float *) {
+    for (int d = 0; d < HEAD_DIM; d += WIDTH) std::memcpy(to + d * STEP, from + d, WIDTH * sizeof(Element));
 }
 
 // Stores the integers nearest to the elements times 127 / the largest magnitude, and the scale, which is nan if not all
 // elements are finite.
-inline void store_head(const Element *from, int step, int8_t *to, float *scale) {
+template <int, int STEP>
+inline void store_head(const Element *from, int8_t *to, float *scale) {
     Floats top{};
     Ints are_numbers = top == top;
     for (int p = 0; p < PARTS; p++) {
@@ -76,20 +92,33 @@ inline void store_head(const Element *from, int step, int8_t *to, float *scale) 
     for (int p = 0; p < PARTS; p++) {
         const Floats v = is_finite ? rounded_product(load(from + p * LANES, part_size(p)), factor) : Floats{};
         const Ints integers = __builtin_convertvector(v, Ints);
-        for (int i = 0; i < part_size(p); i++) to[(p * LANES + i) * step] = int8_t(integers[i]);
+        for (int i = 0; i < part_size(p); i++) to[(p * LANES + i) * STEP] = int8_t(integers[i]);
     }
     *scale = is_finite ? most / 127.0f : NAN;
 }
 
+// Has the CPU read the lines of a slot, of which a token's elements are a part.
+inline void fetch_slot(int64_t kv_heads, int64_t slot, const LayerCache &cache) {
+    constexpr int LINE = 64 / sizeof(CacheElement), IN_LINE = std::max(WORD, LINE / BLOCK_SIZE);  // elements; of a key
+    const int64_t token = slot % BLOCK_SIZE;
+    const CacheElement *to = cache.elements + slot / BLOCK_SIZE * 2 * kv_heads * BLOCK_SIZE * HEAD_DIM;
+    for (int64_t h = 0; h < kv_heads; h++, to += BLOCK_SIZE * HEAD_DIM)
+        for (int d = 0; d < HEAD_DIM; d += IN_LINE) fetch(to + key_place(token) + d * BLOCK_SIZE);
+    for (int64_t h = 0; h < kv_heads; h++, to += BLOCK_SIZE * HEAD_DIM)
+        for (int d = 0; d < HEAD_DIM * WORD; d += LINE) fetch(to + value_place(token) + d);
+}
+
 // A token's keys, and the values behind them, to its slot.
 inline void store_token(const Element *from, int64_t kv_heads, int64_t slot, const LayerCache &cache) {
-    const int64_t place = slot % BLOCK_SIZE;
+    const int64_t token = slot % BLOCK_SIZE;
     for (int64_t h = 0; h < 2 * kv_heads; h++, from += HEAD_DIM) {
         const int64_t block = (slot / BLOCK_SIZE * 2 * kv_heads + h) * BLOCK_SIZE;
-        const bool is_key = h < kv_heads;
-        const int step = is_key ? BLOCK_SIZE : 1;
-        CacheElement *to = cache.elements + block * HEAD_DIM + (is_key ? place : place * HEAD_DIM);
-        store_head(from, step, to, IS_QUANTIZED ? cache.scales + block + place : nullptr);
+        CacheElement *to = cache.elements + block * HEAD_DIM;
+        float *scale = IS_QUANTIZED ? cache.scales + block + token : nullptr;
+        if (h < kv_heads)
+            store_head<WORD, BLOCK_SIZE>(from, to + key_place(token), scale);
+        else
+            store_head<1, WORD>(from, to + value_place(token), scale);
     }
 }
 

@@ -111,6 +111,7 @@ void attend(const Decoder &d, const Layer &layer, const Step &s, const LayerCach
     const int64_t *tables = cache.is_windowed ? s.window_tables : s.tables;
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < s.tokens; t++) {
+        fetch_slot(d.kv_heads, slots[std::min(t + 1, s.tokens - 1)], cache);
         Element *heads = scratch.wide + t * row.size(), *keys = heads + row.keys();
         norm_queries(heads, queries, row, layer.query_norm);
         if (layer.key_norm.is_there()) norm_parts(keys, d.kv_heads * HEAD_DIM, layer.key_norm);

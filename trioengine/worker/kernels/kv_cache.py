@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trioengine.core.config import WorkerConfig
-from trioengine.core.errors import ModelError
+from trioengine.core.errors import InvariantError, ModelError
 from trioengine.hub.model_config import TextConfig
 from trioengine.worker.kernels.state_cache import dtype_of
 from trioengine.worker.scheduling.sequence import MAX_FORCED, NO_WINDOWS, BlockCopy, Windows
@@ -24,6 +25,14 @@ _MOST = 127  # of the integers' magnitude
 _LEAST = 1e-30  # of a head's largest magnitude: below all its integers are 0
 
 
+class KVOrder(enum.IntEnum):
+    """The order of the elements that a head has in a block; the numbers are native.cpp's."""
+
+    ROWS = 0  # keys and values [block_size, head_dim]
+    TRANSPOSED_KEYS = 1  # keys [head_dim, block_size]; values [block_size, head_dim]
+    PAIRS = 2  # keys [head_dim / 2, block_size, 2]; values [block_size / 2, head_dim, 2]
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """The layout of a layer: a tensor of [num_blocks, 2 * num_kv_heads, block_size * head_dim], keys first."""
@@ -32,7 +41,7 @@ class KVLayout:
     block_size: int
     num_kv_heads: int
     head_dim: int
-    transposes_keys: bool  # whether a block's keys are [head_dim, block_size], not [block_size, head_dim] as its values
+    order: KVOrder  # that the kernels want
 
     @property
     def is_quantized(self) -> bool:
@@ -43,6 +52,16 @@ class KVLayout:
     def token_bytes(self) -> int:
         """Of a token in a layer."""
         return 2 * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + _SCALE.itemsize * self.is_quantized)
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The place of each token's elements among a head's in a block, [block_size, head_dim]: of keys, of values."""
+        size, head_dim = self.block_size, self.head_dim
+        rows = torch.arange(size * head_dim)
+        if self.order is KVOrder.PAIRS:
+            keys = rows.view(head_dim // 2, size, 2).transpose(0, 1)
+            return keys.reshape(size, head_dim), rows.view(size // 2, head_dim, 2).mT.reshape(size, head_dim)
+        is_transposed = self.order is KVOrder.TRANSPOSED_KEYS
+        return rows.view(head_dim, size).t() if is_transposed else rows.view(size, head_dim), rows.view(size, head_dim)
 
 
 class KVCache:
@@ -83,18 +102,17 @@ class KVCache:
             ) from exc
 
     def keys(self, layer: int) -> Tensor:
-        """A view: [num_blocks, num_kv_heads, block_size, head_dim]."""
-        layout = self.layout
-        keys = self.layers[layer][:, : layout.num_kv_heads]
-        if layout.transposes_keys:
-            return keys.view(*keys.shape[:2], layout.head_dim, layout.block_size).transpose(2, 3)
-        return keys.view(*keys.shape[:2], layout.block_size, layout.head_dim)
+        """A view, which the order ROWS has: [num_blocks, num_kv_heads, block_size, head_dim]."""
+        return self._rows(self.layers[layer][:, : self.layout.num_kv_heads])
 
     def values(self, layer: int) -> Tensor:
-        """A view: [num_blocks, num_kv_heads, block_size, head_dim]."""
-        layout = self.layout
-        values = self.layers[layer][:, layout.num_kv_heads :]
-        return values.view(*values.shape[:2], layout.block_size, layout.head_dim)
+        """As `keys`."""
+        return self._rows(self.layers[layer][:, self.layout.num_kv_heads :])
+
+    def _rows(self, heads: Tensor) -> Tensor:
+        if self.layout.order is not KVOrder.ROWS:
+            raise InvariantError(f"rows are read in a KV cache whose order is {self.layout.order.name}")
+        return heads.view(*heads.shape[:2], self.layout.block_size, self.layout.head_dim)
 
     def copy_blocks(self, copies: Sequence[BlockCopy], window_copies: Sequence[BlockCopy] = ()) -> None:
         """Copy blocks of every layer at once: a block that is both source and target is read first.
@@ -106,15 +124,18 @@ class KVCache:
 
     def _copy(self, layers: Sequence[int], copies: Sequence[BlockCopy]) -> None:
         if copies:
-            device = self.layers[0].device
+            device, layout = self.layers[0].device, self.layout
             sources, targets, counts = torch.tensor(copies, device=device).unbind(1)
-            behind = torch.arange(self.layout.block_size, device=device) >= counts[:, None]  # [num_copies, block_size]
-            behind = behind[:, None, :, None]
+            places = torch.stack(layout.places()).flatten(1).to(device)
+            tokens = places.argsort(dim=1) // layout.head_dim  # [2, block_size * head_dim], of the elements
+            behind = tokens >= counts[:, None, None]
+            behind_scales = torch.arange(layout.block_size, device=device) >= counts[:, None, None]
             for layer in layers:
-                for part in (self.keys(layer), self.values(layer)):
-                    part.index_copy_(0, targets, part.index_select(0, sources).masked_fill_(behind, 0))
+                elements = self.layers[layer]
+                parts = elements.view(len(elements), 2, layout.num_kv_heads, -1)
+                parts.index_copy_(0, targets, parts.index_select(0, sources).masked_fill_(behind[:, :, None], 0))
                 for scales in self.scales[layer : layer + 1]:
-                    scales.index_copy_(0, targets, scales.index_select(0, sources).masked_fill_(behind[..., 0], 0))
+                    scales.index_copy_(0, targets, scales.index_select(0, sources).masked_fill_(behind_scales, 0))
 
 
 def quantized(heads: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,8 @@
 #define AT_MOST BF16
 #endif
 
-#if AT_MOST >= BF16 && defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if AT_MOST >= BF16 && defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__) && \
+    defined(__AVX512DQ__)
 #define INSTRUCTIONS BF16
 #elif AT_MOST >= VNNI && defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define INSTRUCTIONS VNNI
@@ -126,12 +127,6 @@ inline Floats rounded_product(Floats v, float factor) {
     return v * factor + shift - shift;
 }
 
-inline float sum(Floats v) {
-    float result = 0;
-    for (int i = 0; i < LANES; i++) result += v[i];
-    return result;
-}
-
 // Half of a vector: the lower one, or the upper one.
 template <class Vector, bool IS_UPPER>
 inline auto half(Vector v) {
@@ -158,13 +153,14 @@ inline float largest_of(Vector v) {
 inline float largest(Floats v) { return largest_of(v); }
 
 template <class Vector>
-inline int32_t sum_of(Vector v) {
+inline auto sum_of(Vector v) {
     if constexpr (sizeof v > 16)
         return sum_of(half<Vector, false>(v) + half<Vector, true>(v));
     else
         return v[0] + v[1] + (v[2] + v[3]);
 }
 
+inline float sum(Floats v) { return sum_of(v); }
 inline int32_t sum(Ints v) { return sum_of(v); }
 
 }  // namespace

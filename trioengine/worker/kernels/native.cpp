@@ -15,8 +15,10 @@ extern "C" {
 void store(const Element *heads, int64_t tokens, int64_t kv_heads, const int64_t *slots, const LayerCache *cache) {
     const HeadRow row{kv_heads, false};
 #pragma omp parallel for schedule(static) if (tokens > 1)
-    for (int64_t t = 0; t < tokens; t++)
+    for (int64_t t = 0; t < tokens; t++) {
+        fetch_slot(kv_heads, slots[std::min(t + 1, tokens - 1)], *cache);
         store_token(heads + t * row.size() + row.keys(), kv_heads, slots[t], *cache);
+    }
 }
 
 // tables [sequences, width]; out [tokens, group_size * kv_heads, head_dim].
@@ -25,6 +27,9 @@ void attend(const Element *heads, int64_t kv_heads, const LayerCache *cache, con
 #pragma omp parallel
     attend_tiles({tiles, num_tiles, kv_heads, heads, {kv_heads, false}, *cache, tables, width, scale, window, out});
 }
+
+// kv_cache.py's KVOrder.
+int64_t cache_order() { return CACHE_IN_PAIRS ? 2 : 1; }
 
 // Bytes of the sums of a tile over a segment.
 int64_t sums_size() { return sizeof(SegmentSums); }

@@ -12,7 +12,7 @@ from torch import Tensor
 from trioengine.core.errors import InvariantError
 from trioengine.worker.kernels.addresses import address, window_size
 from trioengine.worker.kernels.batch import ForwardBatch
-from trioengine.worker.kernels.kv_cache import KVCache
+from trioengine.worker.kernels.kv_cache import KVCache, KVOrder
 
 SEGMENT_SIZE = 512  # tokens of a context whose sums are computed by themselves; another size changes the bits
 
@@ -72,10 +72,10 @@ class NativeAttention:
         return result
 
 
-def cache_addresses(cache: KVCache, dtype: torch.dtype) -> ctypes.Array[LayerCacheAddress]:
-    """The addresses of every layer, of `dtype`."""
-    if not cache.layout.transposes_keys:
-        raise InvariantError("a native kernel got a KV cache whose keys are not transposed")
+def cache_addresses(cache: KVCache, dtype: torch.dtype, order: KVOrder) -> ctypes.Array[LayerCacheAddress]:
+    """The addresses of every layer, of `dtype` and in that order."""
+    if cache.layout.order is not order:
+        raise InvariantError(f"a native kernel got a KV cache in the order {cache.layout.order.name}, not {order.name}")
     elements = [address(layer, dtype) for layer in cache.layers]
     scales = [address(scales, torch.float32) for scales in cache.scales] or [0] * len(elements)  # null
     layers = zip(elements, scales, cache.windowed, strict=True)

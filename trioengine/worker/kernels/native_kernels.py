@@ -40,7 +40,7 @@ from trioengine.worker.kernels.addresses import (
 from trioengine.worker.kernels.batch import ForwardBatch, StateRows
 from trioengine.worker.kernels.compiler import load_library
 from trioengine.worker.kernels.decoder import LayerByLayer
-from trioengine.worker.kernels.kv_cache import KVCache
+from trioengine.worker.kernels.kv_cache import KVCache, KVOrder
 from trioengine.worker.kernels.native_attention import (
     SEGMENT_SIZE,
     LayerCacheAddress,
@@ -76,7 +76,6 @@ class NativeKernels:
     """The calls into the library, during which other threads run."""
 
     name = "native"
-    transposes_keys = True
     has_window_tables = True
     is_batch_invariant = True  # each row by the same operations, in the order of its columns and its context
 
@@ -114,7 +113,9 @@ class NativeKernels:
         for name, types in _FUNCTIONS.items():
             function = getattr(self.native, name)
             function.argtypes, function.restype = types, None
-        self.native.sums_size.argtypes, self.native.sums_size.restype = (), _COUNT
+        for number in (self.native.sums_size, self.native.cache_order):
+            number.argtypes, number.restype = (), _COUNT
+        self.cache_order = KVOrder(self.native.cache_order())
         self.products = Products(self.native, dtype)
         self._caches: WeakKeyDictionary[KVCache, ctypes.Array[LayerCacheAddress]] = WeakKeyDictionary()
 
@@ -191,7 +192,7 @@ class NativeKernels:
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
         caches = self._caches.get(cache)
         if caches is None:
-            caches = self._caches[cache] = cache_addresses(cache, self.cache_dtype)
+            caches = self._caches[cache] = cache_addresses(cache, self.cache_dtype, self.cache_order)
         return NativeAttention(self, batch, cache, caches)
 
     def decoder(self, config: TextConfig, weights: DecoderWeights) -> Decoder:

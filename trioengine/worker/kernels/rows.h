@@ -23,6 +23,17 @@ inline Floats exponential(Floats x) {
     return x < -87.0f ? Floats{} : x <= 88.0f ? inside : x + all(INFINITY);
 }
 
+#if INSTRUCTIONS >= BF16
+// 2 to the x, where x is 0 or less, or nan: a polynomial for the distance from the integer below. Off by some 2 units of the
+// last place; 1 of 0, and subnormal below 2 to the -126.
+inline Floats power_of_2(Floats x) {
+    const Floats f = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
+    Floats p = all(1.8671316793e-3f);
+    for (float c : {9.0170269832e-3f, 5.5799916387e-2f, 2.4016444385e-1f, 6.9315129519e-1f, 1.0f}) p = p * f + c;
+    return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);  // of the integer below
+}
+#endif
+
 // x * weight / sqrt(mean(x ** 2) + epsilon), of `size` elements at a time.
 struct Norm {
     const float *weight;  // null: there is no norm

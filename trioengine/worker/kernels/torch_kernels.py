@@ -27,7 +27,7 @@ from trioengine.worker.kernels import (
 )
 from trioengine.worker.kernels.batch import ForwardBatch, StateRows
 from trioengine.worker.kernels.decoder import LayerByLayer
-from trioengine.worker.kernels.kv_cache import KVCache, dequantized, quantized
+from trioengine.worker.kernels.kv_cache import KVCache, KVOrder, dequantized, quantized
 from trioengine.worker.kernels.torch_states import convolve, update_delta
 
 
@@ -35,7 +35,7 @@ class TorchKernels:
     """The reference."""
 
     name = "torch"
-    transposes_keys = False
+    cache_order = KVOrder.ROWS
     has_window_tables = True
     is_batch_invariant = False  # attention's products are padded to the longest context beside it
 

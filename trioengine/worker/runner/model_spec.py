@@ -15,7 +15,7 @@ from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.hub.model_config import ModelConfig, TextConfig
 from trioengine.worker.kernels import Kernels
-from trioengine.worker.kernels.kv_cache import BlockBytes, KVCache, KVLayout, size_caches
+from trioengine.worker.kernels.kv_cache import BlockBytes, KVCache, KVLayout, KVOrder, size_caches
 from trioengine.worker.kernels.state_cache import StateCache
 from trioengine.worker.runner.kernel_choice import StepGraphs, choose_graphs, choose_kernels
 from trioengine.worker.runner.linear_choice import LinearChoice
@@ -128,7 +128,7 @@ def _unsized(config: WorkerConfig, path: str) -> ModelSpec:
         _check_pillow(path, model)
         layout = _layout_of(config, model.text, dtype)
         kernels = choose_kernels(config, model.text, dtype, device, layout.dtype)
-        layout = replace(layout, transposes_keys=kernels.transposes_keys)
+        layout = replace(layout, order=kernels.cache_order)
         linears = LinearChoice(config, kernels)
         return ModelSpec(
             path=path,
@@ -205,9 +205,9 @@ def _check_draft(draft: ModelSpec, target: ModelSpec, max_model_len: int | None)
 
 
 def _layout_of(config: WorkerConfig, model: TextConfig, dtype: torch.dtype) -> KVLayout:
-    """The layout for kernels that do not transpose keys."""
+    """The layout for kernels that take rows."""
     cache_dtype = torch.int8 if config.kv_cache_dtype == "int8" else dtype
-    return KVLayout(cache_dtype, config.block_size, model.num_kv_heads, model.head_dim, transposes_keys=False)
+    return KVLayout(cache_dtype, config.block_size, model.num_kv_heads, model.head_dim, KVOrder.ROWS)
 
 
 def _check_pillow(path: str, model: ModelConfig) -> None:

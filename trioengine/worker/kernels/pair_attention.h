@@ -1,0 +1,177 @@
+// Attention by products of pairs of bfloat16, read where they lie in the cache: of keys two elements of a token a lane, and
+// of values an element of two tokens a lane. The bits are those of each row by itself.
+
+#pragma once
+
+#include "dot.h"
+#include "tile.h"
+
+#if INSTRUCTIONS >= BF16
+
+namespace {
+
+// A word a lane; zeros behind the count.
+inline Words load_words(const void *from, int count = LANES) {
+    return count == LANES ? (Words)_mm512_loadu_si512(from)
+                          : (Words)_mm512_maskz_loadu_epi32(__mmask16((1u << count) - 1), from);
+}
+
+// As FloatAttention, by weights that are powers of 2 and rounded to bfloat16.
+class PairAttention {
+  public:
+    PairAttention(const Tile &tile, const Element *queries, int64_t stride, int64_t step, float scale, int64_t window)
+        : rows_(tile, window), queries_(queries), stride_(stride), step_(step), scale_(scale * 1.44269504f) {}
+
+    void attend(const HeadCache &cache, int64_t segment, const Next &next, SegmentSums &sums) {
+        sums.clear(rows_.count);
+        rows_.for_pieces(cache, segment, next, [&](const Piece &piece, const Next &next) {
+            read(cache, piece, next);
+            rows_.for_strips<UNIT>([&](auto rows, int r) { attend_strip<rows>(r, piece, sums); });
+        });
+    }
+
+  private:
+    static constexpr int UNIT = std::gcd(GROUP_SIZE, STRIP);
+    static constexpr int PAIRS = KEYS / 2;                     // of tokens
+    static constexpr int GROUP_PAIRS = LANES / 2;
+    static constexpr int KEY_STEP = 2 * BLOCK_SIZE;            // to the next two elements
+    static constexpr int VALUE_STEP = 2 * HEAD_DIM;            // to the next two tokens
+    static constexpr uint32_t ONES = 0x3f803f80;
+
+    void read(const HeadCache &cache, const Piece &piece, const Next &next) {
+        for (int k = 0; k < piece.size; k += LANES) {
+            keys_[k / LANES] = cache.keys(piece.start + k);
+            values_[k / LANES] = cache.values(piece.start + k);
+        }
+        num_next_ = 0;
+        if (rows_.count > STRIP) return;  // the time is that of the products
+        for (int k = 0; k < next.piece.size; k += LANES, num_next_++) {
+            next_keys_[num_next_] = next.cache->keys(next.piece.start + k);
+            next_values_[num_next_] = next.cache->values(next.piece.start + k);
+        }
+    }
+
+    // Of each next group the line of two elements of keys, and as many lines of values.
+    void fetch_next(int pair) const {
+        for (int g = 0; g < num_next_; g++) {
+            fetch(next_keys_[g] + pair * KEY_STEP);
+            fetch(next_values_[g] + pair * 2 * LANES);
+        }
+    }
+
+    // Which of a piece's tokens a row sees.
+    struct Seen {
+        int begin, end;
+
+        uint64_t bits() const { return begin == end ? 0 : ~uint64_t(0) >> (KEYS - (end - begin)) << begin; }
+        // Of a word of two tokens.
+        uint32_t halves(int pair) const {
+            return (2 * pair >= begin ? 0x0000ffff : 0) | (2 * pair + 1 < end ? 0xffff0000 : 0);
+        }
+    };
+
+    template <int ROWS>
+    void attend_strip(int r, const Piece &piece, SegmentSums &sums) {
+        Seen seen[ROWS];  // ascending
+        for (int i = 0; i < ROWS; i++)
+            seen[i] = {piece.within(rows_.begin_of(r + i)), piece.within(rows_.seen_by(r + i))};
+        const int count = seen[ROWS - 1].end, groups = (count + LANES - 1) / LANES;
+        if (count == seen[0].begin) return;
+        switch (groups) {
+            case 1: score<ROWS, 1>(r); break;
+            case 2: score<ROWS, 2>(r); break;
+            case 3: score<ROWS, 3>(r); break;
+            case 4: score<ROWS, 4>(r); break;
+        }
+        for (int i = 0; i < ROWS; i++) weigh(i, seen[i].bits(), groups, r + i, sums);
+        add_values<ROWS>(seen, r, sums);
+    }
+
+    const Element *query(int r) const { return queries_ + r / GROUP_SIZE * stride_ + r % GROUP_SIZE * step_; }
+
+    template <int ROWS, int COUNT>
+    void score(int r) {
+        Floats sums[ROWS][COUNT]{};
+        const Element *queries[ROWS];
+        for (int i = 0; i < ROWS; i++) queries[i] = query(r + i);
+        for (int d = 0; d < HEAD_DIM / 2; d++) {
+            Words keys[COUNT];
+            for (int g = 0; g < COUNT; g++) keys[g] = load_words(keys_[g] + d * KEY_STEP);
+            fetch_next(d);
+#pragma GCC unroll 4
+            for (int i = 0; i < ROWS; i++) {
+                uint32_t pair;
+                std::memcpy(&pair, queries[i] + 2 * d, sizeof pair);
+#pragma GCC unroll 4
+                for (int g = 0; g < COUNT; g++) sums[i][g] = add_pair(sums[i][g], keys[g], pair);
+            }
+        }
+        for (int i = 0; i < ROWS; i++)
+            for (int g = 0; g < COUNT; g++) scores_[i][g] = sums[i][g] * scale_;
+    }
+
+    // Scores of keys that the strip's row i sees become weights, and those of others 0.
+    void weigh(int i, uint64_t seen, int groups, int r, SegmentSums &sums) {
+        __m512 top = _mm512_set1_ps(sums.largest[r]);
+        for (int g = 0; g < groups; g++)
+            top = _mm512_mask_max_ps(top, __mmask16(seen >> g * LANES), (__m512)scores_[i][g], top);  // not of nan
+        const float now = _mm512_reduce_max_ps(top), base = now == -INFINITY ? 0 : now;
+        sums.raise(r, now);
+        Floats weights[GROUPS]{};
+        for (int g = 0; g < groups; g++)
+            weights[g] = (Floats)_mm512_maskz_mov_ps(__mmask16(seen >> g * LANES),
+                                                     (__m512)weight_of(scores_[i][g] - base));
+        for (int g = 0; g < GROUPS; g += 2) {
+            const Words pairs = (Words)_mm512_cvtne2ps_pbh((__m512)weights[g + 1], (__m512)weights[g]);
+            weights_[i][g / 2] = pairs;
+            sums.totals[r] = add_pair(sums.totals[r], pairs, ONES);
+        }
+    }
+
+    // A key that a row does not see is left out for it: 0 times a value that is not finite is nan.
+    template <int ROWS>
+    void add_values(const Seen (&seen)[ROWS], int r, SegmentSums &to) {
+        const int all_begin = (seen[ROWS - 1].begin + 1) / 2, all_end = std::max(seen[0].end / 2, all_begin);
+        for (int first = 0; first < PARTS; first += WIDE) {
+            Floats sums[ROWS][WIDE];
+            for (int i = 0; i < ROWS; i++)
+                for (int p = 0; p < WIDE; p++) sums[i][p] = to.results[r + i][first + p];
+            const auto add_others = [&](int i, int from, int to) {
+                for (int k = std::max(from, seen[i].begin / 2); k < std::min(to, (seen[i].end + 1) / 2); k++)
+                    for (int p = 0; p < WIDE; p++)
+                        sums[i][p] = add_pair(sums[i][p], values(k, first + p) & seen[i].halves(k), weights(i, k));
+            };
+            for (int i = 0; i < ROWS; i++) add_others(i, 0, all_begin);
+            for (int k = all_begin; k < all_end; k++) {
+                Words pairs[WIDE];
+                for (int p = 0; p < WIDE; p++) pairs[p] = values(k, first + p);
+#pragma GCC unroll 4
+                for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 4
+                    for (int p = 0; p < WIDE; p++) sums[i][p] = add_pair(sums[i][p], pairs[p], weights(i, k));
+            }
+            for (int i = 0; i < ROWS; i++) add_others(i, all_end, PAIRS);
+            for (int i = 0; i < ROWS; i++)
+                for (int p = 0; p < WIDE; p++) to.results[r + i][first + p] = sums[i][p];
+        }
+    }
+
+    Words values(int pair, int part) const {
+        const CacheElement *of_group = values_[pair / GROUP_PAIRS] + pair % GROUP_PAIRS * VALUE_STEP;
+        return load_words(of_group + part * 2 * LANES, part_size(part));
+    }
+    uint32_t weights(int i, int pair) const { return ((const uint32_t *)weights_[i])[pair]; }
+
+    const TileRows rows_;
+    const Element *const queries_;
+    const int64_t stride_, step_;
+    const float scale_;
+    const CacheElement *keys_[GROUPS], *values_[GROUPS], *next_keys_[GROUPS], *next_values_[GROUPS];
+    int num_next_;
+    Floats scores_[STRIP][GROUPS];
+    Words weights_[STRIP][GROUPS / 2];  // of two tokens a word
+};
+
+}  // namespace
+
+#endif
