@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <omp.h>
+
 #include "float_attention.h"
 #include "pair_attention.h"
 
@@ -76,7 +78,8 @@ struct Tiles {
 
 // Called by all threads of a region, which share the tiles and heads.
 inline void attend_tiles(const Tiles &t) {
-#pragma omp for schedule(dynamic)
+    const int64_t chunk = std::max<int64_t>(1, t.count * t.kv_heads / (32 * omp_get_num_threads()));
+#pragma omp for schedule(dynamic, chunk)
     for (int64_t i = 0; i < t.count * t.kv_heads; i++) {
         const Tile &tile = t.tiles[i / t.kv_heads];
         const int64_t j = std::min(i + 1, t.count * t.kv_heads - 1);

@@ -43,20 +43,22 @@ class PairAttention {
             keys_[k / LANES] = cache.keys(piece.start + k);
             values_[k / LANES] = cache.values(piece.start + k);
         }
-        num_next_ = 0;
-        if (rows_.count > STRIP) return;  // the time is that of the products
-        for (int k = 0; k < next.piece.size; k += LANES, num_next_++) {
-            next_keys_[num_next_] = next.cache->keys(next.piece.start + k);
-            next_values_[num_next_] = next.cache->values(next.piece.start + k);
+        num_next_ = (next.piece.size + LANES - 1) / LANES;
+        for (int g = 0; g < num_next_; g++) {
+            next_keys_[g] = next.cache->keys(next.piece.start + g * LANES);
+            next_values_[g] = next.cache->values(next.piece.start + g * LANES);
         }
     }
 
-    // Of each next group the line of two elements of keys, and as many lines of values.
-    void fetch_next(int pair) const {
-        for (int g = 0; g < num_next_; g++) {
-            fetch(next_keys_[g] + pair * KEY_STEP);
-            fetch(next_values_[g] + pair * 2 * LANES);
-        }
+    // Of two elements of the next groups' keys.
+    void fetch_next_keys(int d) const {
+        for (int g = 0; g < num_next_; g++) fetch(next_keys_[g] + d * KEY_STEP);
+    }
+
+    // Of two tokens.
+    void fetch_next_values(int pair) const {
+        const CacheElement *values = next_values_[pair / GROUP_PAIRS] + pair % GROUP_PAIRS * VALUE_STEP;
+        for (int p = 0; p < PARTS; p++) fetch(values + p * 2 * LANES);
     }
 
     // Which of a piece's tokens a row sees.
@@ -97,7 +99,7 @@ class PairAttention {
         for (int d = 0; d < HEAD_DIM / 2; d++) {
             Words keys[COUNT];
             for (int g = 0; g < COUNT; g++) keys[g] = load_words(keys_[g] + d * KEY_STEP);
-            fetch_next(d);
+            if (r == 0) fetch_next_keys(d);
 #pragma GCC unroll 4
             for (int i = 0; i < ROWS; i++) {
                 uint32_t pair;
@@ -133,6 +135,7 @@ class PairAttention {
     void add_values(const Seen (&seen)[ROWS], int r, SegmentSums &to) {
         const int all_begin = (seen[ROWS - 1].begin + 1) / 2, all_end = std::max(seen[0].end / 2, all_begin);
         for (int first = 0; first < PARTS; first += WIDE) {
+            const bool fetches = r == 0 && first == 0;
             Floats sums[ROWS][WIDE];
             for (int i = 0; i < ROWS; i++)
                 for (int p = 0; p < WIDE; p++) sums[i][p] = to.results[r + i][first + p];
@@ -145,12 +148,15 @@ class PairAttention {
             for (int k = all_begin; k < all_end; k++) {
                 Words pairs[WIDE];
                 for (int p = 0; p < WIDE; p++) pairs[p] = values(k, first + p);
+                if (fetches && k < num_next_ * GROUP_PAIRS) fetch_next_values(k);
 #pragma GCC unroll 4
                 for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 4
                     for (int p = 0; p < WIDE; p++) sums[i][p] = add_pair(sums[i][p], pairs[p], weights(i, k));
             }
             for (int i = 0; i < ROWS; i++) add_others(i, all_end, PAIRS);
+            if (fetches)
+                for (int k = all_end; k < num_next_ * GROUP_PAIRS; k++) fetch_next_values(k);
             for (int i = 0; i < ROWS; i++)
                 for (int p = 0; p < WIDE; p++) to.results[r + i][first + p] = sums[i][p];
         }
