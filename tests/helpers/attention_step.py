@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from helpers.torch_driver import spoil
+from helpers.torch_driver import kv_parts, spoil
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.kv_cache import KVCache, KVLayout, KVOrder, dequantized, quantized
 
@@ -80,28 +80,23 @@ class Step:
         block, place = divmod(slot, self.cache.layout.block_size)
         if self.cache.layout.is_quantized:
             held, self.cache.scales[0][block, :, place] = quantized(held)
-        for part, places, heads in zip(self._parts(), self.cache.layout.places(), held.chunk(2), strict=True):
-            part[block, :, places[place]] = heads
+        for (part, places), heads in zip(kv_parts(self.cache, 0), held.chunk(2), strict=True):
+            part[block, :, places[place]] = heads.to(part.dtype)
 
     def stored(self):
         """[slots, 2 * kv_heads, head_dim], as the cache has them."""
-        halves = zip(self._parts(), self.cache.layout.places(), strict=True)
-        return torch.cat([part[..., places] for part, places in halves], dim=1).transpose(1, 2).flatten(0, 1)
-
-    def _parts(self):
-        """Keys and values: [num_blocks, kv_heads, block_size * head_dim]."""
-        return self.cache.layers[0].chunk(2, dim=1)
+        halves = [part[..., places] for part, places in kv_parts(self.cache, 0)]
+        return torch.cat(halves, dim=1).transpose(1, 2).flatten(0, 1)
 
     def reorder(self, order):
         """Have the same numbers in that order."""
-        if order is self.cache.layout.order:
+        before = self.cache
+        if order is before.layout.order:
             return
-        before, layout, scales = self._parts(), self.cache.layout, self.cache.scales
-        self.cache = KVCache(replace(layout, order=order), len(before[0]), 1, torch.device("cpu"))
-        self.cache.scales = scales
-        ways = zip(self._parts(), before, self.cache.layout.places(), layout.places(), strict=True)
-        for part, part_before, places, places_before in ways:
-            part[..., places] = part_before[..., places_before]
+        self.cache = KVCache(replace(before.layout, order=order), len(before.layers[0]), 1, torch.device("cpu"))
+        self.cache.scales = before.scales
+        for (to, places), (from_, places_before) in zip(kv_parts(self.cache, 0), kv_parts(before, 0), strict=True):
+            to[..., places] = from_[..., places_before]
 
     def stored_scales(self):
         """[slots, 2 * kv_heads]."""

@@ -59,6 +59,11 @@ def spoil(cache):
         tensor.fill_(math.nan if tensor.is_floating_point() else 77)
 
 
+def kv_parts(cache, layer):
+    """Keys and values of a layer: a view [num_blocks, num_kv_heads, block_size * head_dim], and the elements' places."""
+    return [*zip(cache.layers[layer].chunk(2, dim=1), cache.layout.places(), strict=True)]
+
+
 def logprobs_after(runner, tokens):
     """The log-probabilities of the token after these, by token id; the cache's first blocks are overwritten."""
     blocks = [*range(-(-len(tokens) // runner.info.block_size))]

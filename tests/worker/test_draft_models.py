@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import tiny_decoders, tiny_embedder
 from helpers.sleeping_runner import EXPECTED, KV_BYTES, KV_CACHE, WEIGHTS, asleep, fall_asleep
-from helpers.torch_driver import backend, generate, load, run, spoil
+from helpers.torch_driver import backend, generate, kv_parts, load, run, spoil
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
@@ -88,9 +88,9 @@ def test_blocks_are_copied_in_both_models(path, small):
     runner.execute(SchedulerOutput((ScheduledSequence(other, 1),), copies=(BlockCopy(0, 1, 2),)))
     for loaded in (runner.target, runner.draft_model.loaded):
         for layer in range(len(loaded.cache.layers)):
-            for part in (loaded.cache.keys(layer), loaded.cache.values(layer)):
-                assert torch.equal(part[1, :, :2], part[0, :, :2])
-                assert not part[1, :, 2:].any()
+            for part, places in kv_parts(loaded.cache, layer):
+                assert torch.equal(part[1][:, places[:2]], part[0][:, places[:2]])
+                assert not part[1][:, places[2:]].any()
 
 
 def test_the_memory_is_for_the_blocks_of_both(path, small):

@@ -6,13 +6,13 @@ import random
 
 import pytest
 import torch
-from helpers.torch_driver import generate, load, reference, spoil
+from helpers.torch_driver import generate, kv_parts, load, reference, spoil
 
 from trioengine.core.config import WorkerConfig
-from trioengine.core.errors import ModelError
+from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.sampling_params import ResolvedParams
-from trioengine.worker.kernels.kv_cache import KVCache, KVLayout
+from trioengine.worker.kernels.kv_cache import KVCache, KVLayout, KVOrder
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.runner.model_spec import choose_device, choose_dtype
 from trioengine.worker.scheduling.sequence import BlockCopy, ScheduledSequence, SchedulerOutput, Sequence
@@ -126,26 +126,43 @@ def test_a_bad_row_fails_alone(tiny_llama, tmp_path, options):
     assert bad_token == RequestFailed(1, 11, "sampling_failed", "logits are not finite")
 
 
-@pytest.mark.parametrize("transposes_keys", [False, True])
+@pytest.mark.parametrize("order", KVOrder)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
-def test_a_block_is_copied_as_far_as_it_is_shared(dtype, transposes_keys):
+def test_a_block_is_copied_as_far_as_it_is_shared(dtype, order):
     """What lies behind may be not finite, and is read under a mask. All is read before any of it is written."""
-    cache = KVCache(KVLayout(dtype, 3, 2, 5, transposes_keys), 4, 2, torch.device("cpu"))
+    cache = KVCache(KVLayout(dtype, 4, 2, 6, order), 4, 2, torch.device("cpu"))
     spoil(cache)
     for scales in cache.scales:
         scales[0, :, :2], scales[1, :, :1] = 0.5, 0.25
-    spoilt = cache.keys(0)[3].clone()
-    parts = [part for layer in range(2) for part in (cache.keys(layer), cache.values(layer))]
-    for part in parts:
-        part[0, :, :2] = 1
-        part[1, :, :1] = 2
+    spoilt = cache.layers[0][3, :2].clone()
+    parts = [part for layer in range(2) for part in kv_parts(cache, layer)]
+    for part, places in parts:
+        part[0, :, places[:2].flatten()] = 1
+        part[1, :, places[0]] = 2
     cache.copy_blocks([BlockCopy(0, 1, 2), BlockCopy(1, 2, 1), BlockCopy(0, 0, 1)])
-    for part in parts:
-        for head, element in itertools.product(range(2), range(5)):
-            assert part[:3, head, :, element].tolist() == [[1, 0, 0], [1, 1, 0], [2, 0, 0]]
+    for part, places in parts:
+        for head, element in itertools.product(range(2), range(6)):
+            assert part[:3, head, places[:, element]].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [2, 0, 0, 0]]
         assert torch.equal(part[3], spoilt) or part[3].isnan().all()
     for scales in cache.scales:
-        assert scales[:3, 3].tolist() == [[0.5, 0, 0], [0.5, 0.5, 0], [0.25, 0, 0]]
+        assert scales[:3, 3].tolist() == [[0.5, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25, 0, 0, 0]]
+
+
+def test_the_order_of_a_block():
+    """Of 2 tokens with 4 elements: the place of each token's elements."""
+    rows, transposed, pairs = (
+        [places.tolist() for places in KVLayout(torch.bfloat16, 2, 1, 4, order).places()] for order in KVOrder
+    )
+    assert rows == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2
+    assert transposed == [[[0, 2, 4, 6], [1, 3, 5, 7]], rows[1]]
+    assert pairs == [[[0, 1, 4, 5], [2, 3, 6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]]
+
+
+@pytest.mark.parametrize("order", [KVOrder.TRANSPOSED_KEYS, KVOrder.PAIRS])
+def test_rows_are_read_in_their_order_only(order):
+    cache = KVCache(KVLayout(torch.bfloat16, 2, 1, 4, order), 1, 1, torch.device("cpu"))
+    with pytest.raises(InvariantError, match=f"rows are read in a KV cache whose order is {order.name}"):
+        cache.keys(0)
 
 
 def test_a_step_without_samples(tiny_llama, tmp_path):
