@@ -3,7 +3,8 @@
 Usage, with the root in PYTHONPATH: python tests/worker/attention_rates.py [THREADS]
 
 For steps of one new token, of a chunk of a prompt, and of many sequences, behind contexts of several lengths, in every
-dtype of the KV cache; the shape is the default model's. There are as many layers, so that steps of one token read memory.
+dtype of the KV cache; the shape is the default model's. There are as many layers, so that steps of one token read
+memory.
 """
 
 import statistics
@@ -62,7 +63,8 @@ def main() -> None:
             seconds = statistics.median(times[1:])
             rate = sequences * context * layout.token_bytes / seconds / 1e9
             print(
-                f"{dtype}, cache {layout.dtype}: {sequences} x {new} of {context}: {1e6 * seconds:.0f} us, {rate:.1f} GB/s",
+                f"{dtype}, cache {layout.dtype}: {sequences} x {new} of {context}: {1e6 * seconds:.0f} us, "
+                f"{rate:.1f} GB/s",
                 flush=True,
             )
 

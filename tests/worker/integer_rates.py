@@ -1,8 +1,8 @@
 """Rates of products of integers whose weights are read from memory, as in a step: 10 ** 9 operations a second.
 
-Usage: python tests/worker/integer_rates.py [THREADS [ROUNDS]], with the root and tests in PYTHONPATH. As many weights as
-a model has layers are multiplied in turn, so that none of them is in the caches; the quantization of the rows is part
-of the time. The median of the rounds.
+Usage: python tests/worker/integer_rates.py [THREADS [ROUNDS]], with the root in PYTHONPATH. As many weights as a model
+has are multiplied in turn, so that none of them is in the caches; the quantization of the rows is part of the time. It
+prints the median of the rounds.
 """
 
 import statistics

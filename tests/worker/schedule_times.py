@@ -1,8 +1,8 @@
 """Print the time that a step takes beside the model, with and without requests that wait.
 
-Usage: python tests/worker/schedule_times.py [RUNNING [WAITING…]], with the root in PYTHONPATH. The core schedules a step,
-takes its tokens, and makes the messages. The model is left out: each sequence gets the same token. Where requests wait,
-about one sequence a step ends, and a waiting one begins.
+Usage: python tests/worker/schedule_times.py [RUNNING [WAITING…]], with the root in PYTHONPATH. The core schedules a
+step, takes its tokens, and makes the messages. The model is left out: each sequence gets the same token. Where requests
+wait, about one sequence a step ends, and a waiting one begins.
 """
 
 import statistics
