@@ -60,7 +60,7 @@ def spoil(cache):
 
 
 def kv_parts(cache, layer):
-    """Keys and values of a layer: a view [num_blocks, num_kv_heads, block_size * head_dim], and the places of elements."""
+    """A layer's keys and values, views of [num_blocks, num_kv_heads, block_size * head_dim]; the places of elements."""
     return [*zip(cache.layers[layer].chunk(2, dim=1), cache.layout.places(), strict=True)]
 
 
