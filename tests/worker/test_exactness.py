@@ -52,6 +52,7 @@ MODELS = {  # name: size of the vocabulary, types of a GGUF file, or a variant o
     "float32": (200, None, {"quantization": "none", "block_size": 16}),  # which is read in place
     "bfloat16": (200, None, {"dtype": "bfloat16", "quantization": "none", "block_size": 16}),
     "integers": (200, "Q4_1", {"dtype": "auto", "block_size": 8}),
+    "integers beside pairs": (200, "Q4_1", {"dtype": "bfloat16", "block_size": 16}),  # as the default model
     "integers beside bfloat16": (200, None, {"dtype": "bfloat16", "quantization": "int8", "block_size": 5}),
     "integers in the cache": (200, None, {"quantization": "none", "kv_cache_dtype": "int8", "block_size": 16}),
     "float32, a large vocabulary": (49_152, None, {"quantization": "none", "block_size": 8}),
@@ -62,6 +63,7 @@ MODELS = {  # name: size of the vocabulary, types of a GGUF file, or a variant o
     ),
     "windows and four norms": (200, "gemma3", {"quantization": "none", "block_size": 16}),
     "windows of all layers": (200, "mistral-window", {"dtype": "bfloat16", "quantization": "int8", "block_size": 8}),
+    "windows in pairs": (200, "mistral-window", {"dtype": "bfloat16", "quantization": "int8", "block_size": 16}),
     "convolutions": (200, "lfm2-biases", {"dtype": "bfloat16", "quantization": "int8", "block_size": 5}),
     "delta nets": (200, "qwen3_5", {"dtype": "bfloat16", "quantization": "int8", "block_size": 8}),
     "delta nets in float32": (200, "qwen3_5-even", {"quantization": "none", "block_size": 5}),

@@ -52,6 +52,8 @@ struct Tiles {
         }
     }
 
+    Piece first_piece(const Tile &tile) const { return TileRows(tile, window).first_of_all(); }
+
     HeadCache head_cache(const Tile &tile, int64_t head) const {
         return {cache, kv_heads, head, tables + tile.sequence * width};
     }
@@ -76,16 +78,18 @@ struct Tiles {
     static int rows(const Tile &tile) { return int(tile.tokens) * GROUP_SIZE; }
 };
 
-// Called by all threads of a region, which share the tiles and heads.
+// Called by all threads of a region, which share the tiles and heads: some at a time, so that most of what a thread fetches
+// it reads itself.
 inline void attend_tiles(const Tiles &t) {
     const int64_t chunk = std::max<int64_t>(1, t.count * t.kv_heads / (32 * omp_get_num_threads()));
 #pragma omp for schedule(dynamic, chunk)
     for (int64_t i = 0; i < t.count * t.kv_heads; i++) {
         const Tile &tile = t.tiles[i / t.kv_heads];
-        const int64_t j = std::min(i + 1, t.count * t.kv_heads - 1);
-        const HeadCache next = t.head_cache(t.tiles[j / t.kv_heads], j % t.kv_heads);
+        const int64_t j = std::min(i + 1, t.count * t.kv_heads - 1);  // the next one, if it is not another thread's
+        const Tile &next = t.tiles[j / t.kv_heads];
+        const HeadCache next_cache = t.head_cache(next, j % t.kv_heads);
         SegmentSums sums;
-        t.attend(tile, i % t.kv_heads, 0, t.segments(tile), {&next, TileRows(t.tiles[j / t.kv_heads], t.window).first_of(0)}, &sums);
+        t.attend(tile, i % t.kv_heads, 0, t.segments(tile), {&next_cache, t.first_piece(next)}, &sums);
         t.write(tile, i % t.kv_heads, sums);
     }
 }

@@ -1,4 +1,4 @@
-// Attention by sums of float32.
+// Attention by sums of float32, of numbers that are widened.
 
 #pragma once
 

@@ -1,5 +1,6 @@
 // Attention by products of pairs of bfloat16, read where they lie in the cache: of keys two elements of a token a lane, and
-// of values an element of two tokens a lane. The bits are those of each row by itself.
+// of values an element of two tokens a lane. For each row the pairs are those of even positions and the next ones, in their
+// order.
 
 #pragma once
 
@@ -16,7 +17,7 @@ inline Words load_words(const void *from, int count = LANES) {
                           : (Words)_mm512_maskz_loadu_epi32(__mmask16((1u << count) - 1), from);
 }
 
-// As FloatAttention, by weights that are powers of 2 and rounded to bfloat16.
+// As FloatAttention, by weights that are rounded to bfloat16, also in their sum.
 class PairAttention {
   public:
     PairAttention(const Tile &tile, const Element *queries, int64_t stride, int64_t step, float scale, int64_t window)
@@ -31,11 +32,9 @@ class PairAttention {
     }
 
   private:
-    static constexpr int UNIT = std::gcd(GROUP_SIZE, STRIP);
-    static constexpr int PAIRS = KEYS / 2;                     // of tokens
-    static constexpr int GROUP_PAIRS = LANES / 2;
-    static constexpr int KEY_STEP = 2 * BLOCK_SIZE;            // to the next two elements
-    static constexpr int VALUE_STEP = 2 * HEAD_DIM;            // to the next two tokens
+    static constexpr int UNIT = std::gcd(GROUP_SIZE, STRIP);              // divides the rows of each strip
+    static constexpr int PAIRS = KEYS / 2, GROUP_PAIRS = LANES / 2;       // of tokens
+    static constexpr int KEY_STEP = 2 * BLOCK_SIZE, VALUE_STEP = 2 * HEAD_DIM;  // to the next two elements, or tokens
     static constexpr uint32_t ONES = 0x3f803f80;
 
     void read(const HeadCache &cache, const Piece &piece, const Next &next) {
@@ -50,23 +49,25 @@ class PairAttention {
         }
     }
 
-    // Of two elements of the next groups' keys.
+    // Fetches two elements of the next groups' keys. Those of all strips are the same.
     void fetch_next_keys(int d) const {
         for (int g = 0; g < num_next_; g++) fetch(next_keys_[g] + d * KEY_STEP);
     }
 
-    // Of two tokens.
+    // Fetches the values of two tokens.
     void fetch_next_values(int pair) const {
         const CacheElement *values = next_values_[pair / GROUP_PAIRS] + pair % GROUP_PAIRS * VALUE_STEP;
         for (int p = 0; p < PARTS; p++) fetch(values + p * 2 * LANES);
     }
 
-    // Which of a piece's tokens a row sees.
+    // The tokens of a piece that a row sees.
     struct Seen {
         int begin, end;
 
         uint64_t bits() const { return begin == end ? 0 : ~uint64_t(0) >> (KEYS - (end - begin)) << begin; }
-        // Of a word of two tokens.
+        int pairs_begin() const { return begin / 2; }
+        int pairs_end() const { return begin == end ? 0 : (end + 1) / 2; }
+        // Of a word of two tokens, of which a token is seen.
         uint32_t halves(int pair) const {
             return (2 * pair >= begin ? 0x0000ffff : 0) | (2 * pair + 1 < end ? 0xffff0000 : 0);
         }
@@ -130,7 +131,7 @@ class PairAttention {
         }
     }
 
-    // A key that a row does not see is left out for it: 0 times a value that is not finite is nan.
+    // A token that a row does not see is left out for it, alone or with its pair: 0 times a value that is not finite is nan.
     template <int ROWS>
     void add_values(const Seen (&seen)[ROWS], int r, SegmentSums &to) {
         const int all_begin = (seen[ROWS - 1].begin + 1) / 2, all_end = std::max(seen[0].end / 2, all_begin);
@@ -140,7 +141,7 @@ class PairAttention {
             for (int i = 0; i < ROWS; i++)
                 for (int p = 0; p < WIDE; p++) sums[i][p] = to.results[r + i][first + p];
             const auto add_others = [&](int i, int from, int to) {
-                for (int k = std::max(from, seen[i].begin / 2); k < std::min(to, (seen[i].end + 1) / 2); k++)
+                for (int k = std::max(from, seen[i].pairs_begin()); k < std::min(to, seen[i].pairs_end()); k++)
                     for (int p = 0; p < WIDE; p++)
                         sums[i][p] = add_pair(sums[i][p], values(k, first + p) & seen[i].halves(k), weights(i, k));
             };
