@@ -16,7 +16,6 @@ from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.sequence import Limits
 
 PROMPT, STEPS = 128, 300  # tokens of a prompt; steps that are measured
-LIMITS = Limits(vocab_size=49_152, max_model_len=2048, kv_blocks_total=40_000, block_size=16, max_num_seqs=128)
 
 
 class Runner:
@@ -35,7 +34,8 @@ class Runner:
 def steps(running, waiting):
     """The seconds of each step, without the runner's."""
     runner = Runner()
-    core = EngineCore(runner, LIMITS, time.monotonic)
+    limits = Limits(49_152, max_model_len=2048, kv_blocks_total=40_000, block_size=16, max_num_seqs=running)
+    core = EngineCore(runner, limits, time.monotonic)
     for number in range(running + waiting):
         length = number % running + 64 if waiting else 2 * STEPS
         answer = ResolvedParams(temperature=0.0, max_tokens=length, ignore_eos=True)
@@ -44,6 +44,8 @@ def steps(running, waiting):
     while core.statistics().num_running < running:
         core.step()
     for _ in range(STEPS):
+        if not core.has_work:
+            sys.exit(f"all requests ended within {STEPS} steps: more have to wait")
         runner.seconds, began = 0.0, time.perf_counter()
         core.step()
         yield time.perf_counter() - began - runner.seconds

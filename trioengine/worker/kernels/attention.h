@@ -40,15 +40,16 @@ struct Tiles {
 
     static int64_t segments(const Tile &tile) { return (tile.context + SEGMENT_SIZE - 1) / SEGMENT_SIZE; }
 
-    // Of one head of keys and values. `next`: what is read behind them.
-    void attend(const Tile &tile, int64_t head, int64_t first, int64_t last, const Next &next, SegmentSums *sums) const {
+    // Of one head of keys and values. `next`: the piece that this thread reads after them.
+    void attend(const Tile &tile, int64_t head, int64_t first, int64_t last, const Next &next,
+                SegmentSums *sums) const {
         TileAttention attention(tile, queries(tile, head), row.size(), row.step(), scale, window);
         const HeadCache cached = head_cache(tile, head);
-        SegmentSums more;
+        SegmentSums latest;
         for (int64_t segment = first; segment < last; segment++) {
             const Next behind{&cached, TileRows(tile, window).first_of(segment + 1)};
-            attention.attend(cached, segment, segment + 1 < last ? behind : next, segment == first ? *sums : more);
-            if (segment > first) sums->merge(more, rows(tile));
+            attention.attend(cached, segment, segment + 1 < last ? behind : next, segment == first ? *sums : latest);
+            if (segment > first) sums->merge(latest, rows(tile));
         }
     }
 
@@ -78,8 +79,8 @@ struct Tiles {
     static int rows(const Tile &tile) { return int(tile.tokens) * GROUP_SIZE; }
 };
 
-// Called by all threads of a region, which share the tiles and heads: some at a time, so that most of what a thread fetches
-// it reads itself.
+// Called by all threads of a region, which share the tiles and heads. A thread takes some at a time, because it fetches
+// the next one.
 inline void attend_tiles(const Tiles &t) {
     const int64_t chunk = std::max<int64_t>(1, t.count * t.kv_heads / (32 * omp_get_num_threads()));
 #pragma omp for schedule(dynamic, chunk)

@@ -1,8 +1,8 @@
-// The paged KV cache of a layer, in blocks of BLOCK_SIZE tokens. A block's keys are transposed, [HEAD_DIM, BLOCK_SIZE], so
-// that scores of LANES tokens are computed at once; its values are [BLOCK_SIZE, HEAD_DIM].
+// The paged KV cache of a layer, in blocks of BLOCK_SIZE tokens. A block's keys are transposed, [HEAD_DIM, BLOCK_SIZE],
+// so that scores of LANES tokens are computed at once; its values are [BLOCK_SIZE, HEAD_DIM].
 //
-// Where the CPU multiplies pairs of bfloat16, two of them share a word: of keys two elements, [HEAD_DIM / 2, BLOCK_SIZE, 2],
-// and of values two tokens, [BLOCK_SIZE / 2, HEAD_DIM, 2].
+// Where the CPU multiplies pairs of bfloat16, two elements of a key share a word, [HEAD_DIM / 2, BLOCK_SIZE, 2], and so
+// do the same elements of two tokens' values, [BLOCK_SIZE / 2, HEAD_DIM, 2].
 
 #pragma once
 
@@ -18,6 +18,8 @@ constexpr bool IS_QUANTIZED = !std::is_same_v<CacheElement, Element>;
 constexpr int PARTS = (HEAD_DIM + LANES - 1) / LANES;  // of a head, in lanes
 constexpr int REST = HEAD_DIM - (PARTS - 1) * LANES;   // elements of the last part
 constexpr int RUN = std::gcd(BLOCK_SIZE, LANES);       // tokens of a group of lanes that lie side by side
+
+enum class CacheOrder : int64_t { ROWS, TRANSPOSED_KEYS, PAIRS };  // kv_cache.py's KVOrder
 
 constexpr bool CACHE_IN_PAIRS = INSTRUCTIONS >= BF16 && std::is_same_v<CacheElement, bfloat16> &&
                                 HEAD_DIM % 2 == 0 && RUN == LANES;
@@ -66,7 +68,7 @@ class HeadCache {
     const int64_t *table_;
 };
 
-// Has the CPU read a line into its second cache: the first one waits for few lines at a time.
+// Reads a line into the second cache: many more such reads may be on their way than into the first one.
 inline void fetch(const void *line) { __builtin_prefetch(line, 0, 2); }
 
 // Stores a head's elements, STEP apart; the first WIDTH ones, and then as many each time, lie side by side.

@@ -65,8 +65,8 @@ class TokensInPlace {
 };
 
 // Attention of a tile's queries by an online softmax (arXiv 1805.02867, 2205.14135): the sums are scaled down whenever a
-// larger score is met. Each segment of the context has sums of its own, and they are merged in their order, so that threads
-// can share a long context and the bits do not depend on it.
+// larger score is met. Each segment of the context has sums of its own, and they are merged in their order, so that
+// threads can share a long context and the bits do not depend on it.
 class FloatAttention {
   public:
     FloatAttention(const Tile &tile, const Element *queries, int64_t stride, int64_t step, float scale, int64_t window)

@@ -84,8 +84,8 @@ inline __attribute__((always_inline)) void sum_group(const int32_t (&starts)[COU
         }
 }
 
-// Bytes that a later task will read: so many lines of the cache for each group of a tile.
-struct Ahead {
+// Bytes that a later task will read, which a tile fetches into the second cache: some lines with each group.
+struct Prefetch {
     const uint8_t *data;
     int64_t lines;
 
@@ -97,7 +97,7 @@ struct Ahead {
 
 template <int BITS, int COUNT, int WIDTH>
 void integer_tile(const Activations &x, const Weight &w, int64_t row, int64_t panel, const Results &out,
-                  Ahead ahead) {
+                  Prefetch next) {
     constexpr int PARTS_OF_PANEL = PANEL / LANES;
     constexpr int JOINT = PARTS_OF_PANEL == 1 ? WIDTH : 1;  // registers of codes that are multiplied together
     const int64_t groups = w.inputs / GROUP;
@@ -105,7 +105,7 @@ void integer_tile(const Activations &x, const Weight &w, int64_t row, int64_t pa
     Floats results[WIDTH * PARTS_OF_PANEL][COUNT]{};
     for (int64_t g = 0; g < groups; g++, group += WIDTH * group_bytes<BITS>(w)) {
         const int64_t at = row * groups + g;  // of the first row
-        ahead.fetch(g);
+        next.fetch(g);
         const uint8_t *scales = group + WIDTH * CODE_BYTES<BITS>, *totals = scales + WIDTH * FACTOR_BYTES;
         const uint8_t *minima = totals + WIDTH * FACTOR_BYTES;
         int32_t starts[COUNT];
@@ -138,26 +138,30 @@ void integer_tile(const Activations &x, const Weight &w, int64_t row, int64_t pa
     }
 }
 
-template <int BITS, int WIDTH>
-void integer_tiles(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t panel, const Results &out) {
-    const int64_t groups = w.inputs / GROUP, bytes = WIDTH * group_bytes<BITS>(w);  // of a group
-    const int64_t tiles = std::max<int64_t>((end - row) / TILE_ROWS, 1);
-    Ahead ahead{w.data + (panel + WIDTH) * groups * group_bytes<BITS>(w),  // the next panels
-                std::max<int64_t>((bytes / LINE + tiles / 2) / tiles, 1)};
-    for (; row + TILE_ROWS <= end; row += TILE_ROWS, ahead.data += ahead.lines * groups * LINE)
-        integer_tile<BITS, TILE_ROWS, WIDTH>(x, w, row, panel, out, ahead);
-    if constexpr (TILE_ROWS > 1) switch (end - row) {
-        case 3: return integer_tile<BITS, 3, WIDTH>(x, w, row, panel, out, ahead);
-        case 2: return integer_tile<BITS, 2, WIDTH>(x, w, row, panel, out, ahead);
-        case 1: return integer_tile<BITS, 1, WIDTH>(x, w, row, panel, out, ahead);
-    }
-}
-
 inline int64_t num_panels(const Weight &w) { return w.outputs / PANEL; }
 inline int64_t num_pieces(const Weight &w) { return (num_panels(w) + PANELS - 1) / PANELS; }
 
+template <int BITS, int WIDTH>
+void integer_tiles(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t panel, const Results &out) {
+    const int64_t groups = w.inputs / GROUP, panel_bytes = groups * group_bytes<BITS>(w);
+    const int64_t tiles = (end - row + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t next_end = std::min(panel + 2 * WIDTH, num_panels(w));
+    const int64_t lines = std::max<int64_t>((WIDTH * group_bytes<BITS>(w) / LINE + tiles / 2) / tiles, 1);
+    int64_t place = (panel + WIDTH) * panel_bytes;  // of the next panels, or of those of their lines that come next
+    for (; row < end; row += TILE_ROWS, place += groups * lines * LINE) {
+        const Prefetch next{w.data + place, place < next_end * panel_bytes ? lines : 0};
+        if constexpr (TILE_ROWS > 1) switch (end - row) {
+            case 3: return integer_tile<BITS, 3, WIDTH>(x, w, row, panel, out, next);
+            case 2: return integer_tile<BITS, 2, WIDTH>(x, w, row, panel, out, next);
+            case 1: return integer_tile<BITS, 1, WIDTH>(x, w, row, panel, out, next);
+        }
+        integer_tile<BITS, TILE_ROWS, WIDTH>(x, w, row, panel, out, next);
+    }
+}
+
 template <int BITS>
-inline void integer_task(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t piece, const Results &out) {
+inline void integer_task(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t piece,
+                         const Results &out) {
     const int64_t panel = piece * PANELS;
     if (panel + PANELS <= num_panels(w))
         integer_tiles<BITS, PANELS>(x, w, row, end, panel, out);
@@ -196,8 +200,8 @@ inline int32_t quantize_group(const Element *x, float lowest, float factor, int8
     return sum(total);
 }
 
-// As many groups as LANES at a time. Numbers that are not finite, or have such a range, make the scale of their group nan,
-// and with it all results of their row.
+// LANES groups at a time. Numbers that are not finite, or have such a range, make the scale of their group nan, and
+// with it all results of their row.
 inline void quantize_row(const Element *x, int64_t row, const Weight &w, const Activations &to) {
     const int64_t groups = w.inputs / GROUP;
     for (int64_t first = 0; first < groups; first += LANES) {
@@ -213,7 +217,9 @@ inline void quantize_row(const Element *x, int64_t row, const Weight &w, const A
         store_lanes(scales, is_finite ? varies ? range / 255.0f : Floats{} : all(NAN));
         for (int i = 0; i < count; i++) {
             const int64_t at = row * groups + first + i;
-            const int32_t total = quantize_group(x + (first + i) * GROUP, lowest[i], factors[i], to.codes + at * GROUP);
+            const bool is_number = scales[i] == scales[i];  // else the codes may be anything
+            const int32_t total =
+                is_number ? quantize_group(x + (first + i) * GROUP, lowest[i], factors[i], to.codes + at * GROUP) : 0;
             to.scales[at] = scales[i];
             to.offsets[at] = lowest[i] + 128.0f * scales[i];
             to.sums[at] = scales[i] * float(total);

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trioengine.core.config import WorkerConfig
-from trioengine.core.errors import InvariantError, ModelError
+from trioengine.core.errors import ModelError
 from trioengine.hub.model_config import TextConfig
 from trioengine.worker.kernels.state_cache import dtype_of
 from trioengine.worker.scheduling.sequence import MAX_FORCED, NO_WINDOWS, BlockCopy, Windows
@@ -41,7 +41,7 @@ class KVLayout:
     block_size: int
     num_kv_heads: int
     head_dim: int
-    order: KVOrder  # that the kernels want
+    order: KVOrder  # the kernels' `cache_order`
 
     @property
     def is_quantized(self) -> bool:
@@ -101,19 +101,6 @@ class KVCache:
                 f"{size} bytes for the KV cache cannot be had on {device}: lower kv_cache_memory (--kv-cache-memory)"
             ) from exc
 
-    def keys(self, layer: int) -> Tensor:
-        """A view, which the order ROWS has: [num_blocks, num_kv_heads, block_size, head_dim]."""
-        return self._rows(self.layers[layer][:, : self.layout.num_kv_heads])
-
-    def values(self, layer: int) -> Tensor:
-        """As `keys`."""
-        return self._rows(self.layers[layer][:, self.layout.num_kv_heads :])
-
-    def _rows(self, heads: Tensor) -> Tensor:
-        if self.layout.order is not KVOrder.ROWS:
-            raise InvariantError(f"rows are read in a KV cache whose order is {self.layout.order.name}")
-        return heads.view(*heads.shape[:2], self.layout.block_size, self.layout.head_dim)
-
     def copy_blocks(self, copies: Sequence[BlockCopy], window_copies: Sequence[BlockCopy] = ()) -> None:
         """Copy blocks of every layer at once: a block that is both source and target is read first.
 
@@ -123,8 +110,8 @@ class KVCache:
             self._copy([layer for layer, each in enumerate(self.windowed) if each is is_windowed], made)
 
     def _copy(self, layers: Sequence[int], copies: Sequence[BlockCopy]) -> None:
-        if copies:
-            device, layout = self.layers[0].device, self.layout
+        if layers and copies:
+            device, layout = self.layers[layers[0]].device, self.layout
             sources, targets, counts = torch.tensor(copies, device=device).unbind(1)
             places = torch.stack(layout.places()).flatten(1).to(device)
             tokens = places.argsort(dim=1) // layout.head_dim  # [2, block_size * head_dim], of the elements

@@ -1,5 +1,5 @@
 // The CPU's kernels, compiled for one model: ELEMENT (float or bfloat16), CACHE_ELEMENT, HEAD_DIM, GROUP_SIZE, TILE_SIZE,
-// BLOCK_SIZE and SEGMENT_SIZE (attention.h).
+// BLOCK_SIZE and SEGMENT_SIZE (tile.h).
 //
 // All is computed in float32, a register of numbers at a time (lanes.h), in GCC's vector extension, and products by the
 // best instructions (dot.h). Not compiled with -ffast-math: what is not finite must be seen, in its sequence and in no
@@ -28,8 +28,7 @@ void attend(const Element *heads, int64_t kv_heads, const LayerCache *cache, con
     attend_tiles({tiles, num_tiles, kv_heads, heads, {kv_heads, false}, *cache, tables, width, scale, window, out});
 }
 
-// kv_cache.py's KVOrder.
-int64_t cache_order() { return CACHE_IN_PAIRS ? 2 : 1; }
+CacheOrder cache_order() { return CACHE_IN_PAIRS ? CacheOrder::PAIRS : CacheOrder::TRANSPOSED_KEYS; }
 
 // Bytes of the sums of a tile over a segment.
 int64_t sums_size() { return sizeof(SegmentSums); }

@@ -53,8 +53,8 @@ from trioengine.worker.kernels.products import Products
 
 _SOURCE, _PRODUCTS = (Path(__file__).with_name(name) for name in ("native.cpp", "products.cpp"))
 _ELEMENTS = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.int8: "int8_t"}
-_TILE_BYTES = 72 << 10  # of queries, scores and results, in float32
-_KEYS, _LANES = 64, 16  # of attention.h, at most
+_TILE_BYTES = 72 << 10  # of queries, scores and results, in float32, as float_attention.h has them
+_KEYS, _LANES = 64, 16  # of tile.h and lanes.h, at most
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "add": (_ADDRESS, _ADDRESS, _ADDRESS, _COUNT, _COUNT, _ADDRESS),

@@ -1,6 +1,6 @@
-// Attention by products of pairs of bfloat16, read where they lie in the cache: of keys two elements of a token a lane, and
-// of values an element of two tokens a lane. For each row the pairs are those of even positions and the next ones, in their
-// order.
+// Attention by products of pairs of bfloat16, which are read in place. A lane has two elements of one token's key, or
+// one element of two tokens' values. The first of two tokens has an even position, for every row, and each row adds its
+// pairs in ascending order.
 
 #pragma once
 
@@ -17,7 +17,7 @@ inline Words load_words(const void *from, int count = LANES) {
                           : (Words)_mm512_maskz_loadu_epi32(__mmask16((1u << count) - 1), from);
 }
 
-// As FloatAttention, by weights that are rounded to bfloat16, also in their sum.
+// The same as FloatAttention, but weights are rounded to bfloat16, also for their total.
 class PairAttention {
   public:
     PairAttention(const Tile &tile, const Element *queries, int64_t stride, int64_t step, float scale, int64_t window)
@@ -67,7 +67,7 @@ class PairAttention {
         uint64_t bits() const { return begin == end ? 0 : ~uint64_t(0) >> (KEYS - (end - begin)) << begin; }
         int pairs_begin() const { return begin / 2; }
         int pairs_end() const { return begin == end ? 0 : (end + 1) / 2; }
-        // Of a word of two tokens, of which a token is seen.
+        // The mask of a word of two tokens, of which at least one is seen.
         uint32_t halves(int pair) const {
             return (2 * pair >= begin ? 0x0000ffff : 0) | (2 * pair + 1 < end ? 0xffff0000 : 0);
         }
@@ -131,7 +131,7 @@ class PairAttention {
         }
     }
 
-    // A token that a row does not see is left out for it, alone or with its pair: 0 times a value that is not finite is nan.
+    // A row does not add the value of a token that it does not see: 0 times a value that is not finite is nan.
     template <int ROWS>
     void add_values(const Seen (&seen)[ROWS], int r, SegmentSums &to) {
         const int all_begin = (seen[ROWS - 1].begin + 1) / 2, all_end = std::max(seen[0].end / 2, all_begin);
@@ -140,8 +140,8 @@ class PairAttention {
             Floats sums[ROWS][WIDE];
             for (int i = 0; i < ROWS; i++)
                 for (int p = 0; p < WIDE; p++) sums[i][p] = to.results[r + i][first + p];
-            const auto add_others = [&](int i, int from, int to) {
-                for (int k = std::max(from, seen[i].pairs_begin()); k < std::min(to, seen[i].pairs_end()); k++)
+            const auto add_others = [&](int i, int begin, int end) {
+                for (int k = std::max(begin, seen[i].pairs_begin()); k < std::min(end, seen[i].pairs_end()); k++)
                     for (int p = 0; p < WIDE; p++)
                         sums[i][p] = add_pair(sums[i][p], values(k, first + p) & seen[i].halves(k), weights(i, k));
             };

@@ -24,8 +24,8 @@ inline Floats exponential(Floats x) {
 }
 
 #if INSTRUCTIONS >= BF16
-// 2 to the x, where x is 0 or less, or nan: a polynomial for the distance from the integer below. Off by some 2 units of the
-// last place; 1 of 0, and subnormal below 2 to the -126.
+// 2 to the x, where x is 0 or less, or nan: a polynomial for the distance from the integer below. Off by some 2 units
+// of the last place; 1 of 0, and subnormal below 2 to the -126.
 inline Floats power_of_2(Floats x) {
     const Floats f = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
     Floats p = all(1.8671316793e-3f);

@@ -1,5 +1,5 @@
-// A tile of queries, the tokens that they see, and the sums of their attention, for one model: HEAD_DIM, GROUP_SIZE (query
-// heads that share keys and values), TILE_SIZE (tokens of queries at a time), CACHE_ELEMENT (ELEMENT or int8_t),
+// A tile of queries, the tokens that they see, and the sums of their attention, for one model: HEAD_DIM, GROUP_SIZE
+// (query heads that share keys and values), TILE_SIZE (tokens of queries at a time), CACHE_ELEMENT (ELEMENT or int8_t),
 // BLOCK_SIZE (tokens in a KV block), SEGMENT_SIZE (tokens of a context whose sums are computed by themselves).
 
 #pragma once
@@ -32,7 +32,8 @@ struct Next {
     Piece piece;
 };
 
-// The rows of a tile's queries, a group for each token. Row r sees the tokens of its window: from begin_of up to seen_by.
+// The rows of a tile's queries, a group for each token. Row r sees the tokens of its window, from begin_of up to
+// seen_by.
 struct TileRows {
     int count;
     int64_t first, window;  // the position of the first token; tokens that a query sees
@@ -84,8 +85,8 @@ struct TileRows {
     }
 };
 
-// A weight by the distance of a score from the largest one, which is 0 or less: 2 to the power of it, of pairs, for which
-// scores are multiplied with the logarithm of e, or else e to the power of it.
+// The weight of a score, by its distance from the largest one, 0 or less: e to the power of the distance. For pairs the
+// scores are multiplied with log2(e), and it is 2 to the power of the distance.
 inline Floats weight_of(Floats distance) {
 #if INSTRUCTIONS >= BF16
     if constexpr (CACHE_IN_PAIRS) return power_of_2(distance);
@@ -93,7 +94,8 @@ inline Floats weight_of(Floats distance) {
     return exponential(distance);
 }
 
-// Of a tile's queries over some tokens, by weights of score - largest score: the sums of weighted values, and of weights.
+// For each query of a tile, over some tokens: the sums of weighted values and of weights, and the largest score, on
+// which the weights depend.
 struct SegmentSums {
     Floats results[QUERIES][PARTS];
     Floats totals[QUERIES];  // of the tokens in each lane
@@ -107,7 +109,7 @@ struct SegmentSums {
         }
     }
 
-    // Makes room for scores of row r up to `top`.
+    // Scales the sums of row r down if `top` is larger than its largest score.
     void raise(int r, float top) {
         if (!(top > largest[r])) return;
         if (largest[r] > -INFINITY) {
