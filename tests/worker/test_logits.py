@@ -87,5 +87,5 @@ def test_the_best_tokens_are_no_ties(smollm2):
     question = tokenizer.encode(QUESTION)
     runner = load(smollm2, "bfloat16", quantization="none", **backend("native"))
     first, second = logprobs_after(runner, question).topk(2).values.tolist()
-    assert 0.01 < first - second < 0.1
+    assert 0.01 < first - second < 0.125  # less than the distance of numbers of bfloat16
     assert "Paris" in tokenizer.decode(generate(runner, [question], 8)[0][0])
