@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import tiny_decoders
+from helpers.attention_step import assert_close, randn
+from helpers.native_shapes import LESS, make
 from helpers.random_checkpoint import write_checkpoint
 from helpers.torch_driver import load, needs_compiler
 from quality import logits_of
 from test_architectures import IN_GGUF, write_gguf
 from test_batch_invariance import answers, same
 from test_native_decoder import load_both as load_both
-from test_native_kernels import LESS, assert_close, make, randn
 
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.kernels import Experts, Routing
