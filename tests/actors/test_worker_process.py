@@ -1,11 +1,13 @@
 """The real process of a worker, from the outside: started, killed and reaped, it leaves nothing behind."""
 
 import os
+import select
 import signal
 from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from trioengine import WorkerLost
 from trioengine.actors import ports
@@ -121,4 +123,66 @@ async def test_a_process_that_is_stopped_is_alive():
     assert process.is_alive
     process.kill()
     await process.wait()
+    process.reap()
+
+
+class FirstArrival(trio.abc.Instrument):
+    """Whether a payload had been sent, by its sender's account, at the end of the step in which it could be read."""
+
+    def __init__(self, reader, is_sent):
+        self.is_sent = None
+        self._poll = select.poll()
+        self._poll.register(reader, select.POLLIN)
+        self._is_sent = is_sent
+
+    def after_task_step(self, task):
+        if self.is_sent is None and self._poll.poll(0):
+            self.is_sent = self._is_sent()
+
+
+async def test_a_payload_is_sent_in_the_step_in_which_the_worker_can_read_it(monkeypatch):
+    """Else another task could see the worker's PAYLOAD_CONSUMED of a payload that was not passed by our account."""
+    readers, make_sockets = [], ports._payload_sockets
+
+    def payload_sockets(ours, children):
+        our_end, child_end = make_sockets(ours, children)
+        readers.append(os.dup(child_end))
+        return our_end, child_end
+
+    monkeypatch.setattr(ports, "_payload_sockets", payload_sockets)
+    monkeypatch.setattr(ports, "WORKER", ("-c", "import signal; signal.pause()"))  # it reads nothing
+    process = await ports.Ports().spawn_worker()
+    sealed, sent = ports.SealedMemfd([b"cat"]), []
+    arrival = FirstArrival(readers[0], lambda: bool(sent))
+    trio.lowlevel.add_instrument(arrival)
+    await process.send_payload(1, sealed)
+    sent.append(1)
+    await trio.lowlevel.checkpoint()
+    trio.lowlevel.remove_instrument(arrival)
+    assert arrival.is_sent
+    os.close(readers[0])
+    sealed.close()
+    process.kill()
+    await process.wait()
+    process.reap()
+
+
+async def test_payloads_wait_for_room_in_the_socket_and_end_with_the_worker(monkeypatch):
+    monkeypatch.setattr(ports, "WORKER", ("-c", "import signal; signal.pause()"))
+    process = await ports.Ports().spawn_worker()
+    sealed, sent = ports.SealedMemfd([b"cat"]), []
+
+    async def send_for_ever():
+        with pytest.raises(trio.BrokenResourceError):
+            while True:
+                await process.send_payload(len(sent), sealed)
+                sent.append(len(sent))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(send_for_ever)
+        await trio.testing.wait_all_tasks_blocked()
+        process.kill()
+        await process.wait()
+    assert sent
+    sealed.close()
     process.reap()

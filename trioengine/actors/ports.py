@@ -61,7 +61,9 @@ class WorkerProcess(Protocol):
     async def send_payload(self, payload: int, sealed: SealedBytes) -> None:
         """Pass these bytes to the worker; the caller keeps its own descriptor. From one task only.
 
-        Raises BrokenResourceError or ClosedResourceError where the worker is gone, or is about to be.
+        It returns in the step in which they are sent: no other task sees the worker's reply before the caller goes on.
+        Cancelled, it has sent nothing. Raises BrokenResourceError or ClosedResourceError where the worker is gone, or
+        is about to be.
         """
         ...
 
@@ -143,7 +145,7 @@ class LocalWorkerProcess:
             self._pidfd = os.pidfd_open(self.pid)
             self.send_stream = trio.lowlevel.FdStream(ours_out)
             self.receive_stream = trio.lowlevel.FdStream(ours_in)
-            self._payload_socket = trio.socket.from_stdlib_socket(ours_payloads)
+            self._payload_socket = ours_payloads
             ours.pop_all()  # the streams' from here on
         self._is_reaped = False
         self._descriptors = ExitStack()
@@ -152,16 +154,22 @@ class LocalWorkerProcess:
         self._descriptors.callback(self.send_stream.close)
         self._descriptors.callback(self.receive_stream.close)
         self._descriptors.callback(self._payload_socket.close)
+        self._descriptors.callback(trio.lowlevel.notify_closing, self._payload_socket)
 
     async def send_payload(self, payload: int, sealed: SealedBytes) -> None:
         assert isinstance(sealed, SealedMemfd), "made by the same ports"
         rights = array("i", [sealed.fd])
-        try:
-            await self._payload_socket.sendmsg(
-                [PAYLOAD_ID.pack(payload)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
-            )
-        except OSError as exc:
-            raise trio.BrokenResourceError(f"the payload socket: {exc}") from exc
+        while True:
+            await trio.lowlevel.wait_writable(self._payload_socket)
+            try:  # not `sendmsg` of a socket of trio: a checkpoint comes after it
+                self._payload_socket.sendmsg(
+                    [PAYLOAD_ID.pack(payload)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+                )
+                return
+            except BlockingIOError:
+                continue
+            except OSError as exc:
+                raise trio.BrokenResourceError(f"the payload socket: {exc}") from exc
 
     def _discard(self) -> None:
         """The process was started, and something after that failed."""
@@ -219,6 +227,7 @@ def _pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:
 def _payload_sockets(ours: ExitStack, children: ExitStack) -> tuple[socket.socket, int]:
     """Our end of a pair that keeps messages whole, and the descriptor of the child's."""
     our_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    our_end.setblocking(False)
     ours.callback(our_end.close)
     children.callback(child_end.close)
     return our_end, child_end.fileno()
