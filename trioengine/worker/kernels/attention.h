@@ -98,11 +98,14 @@ inline void attend_tiles(const Tiles &t) {
 // As attend_tiles, but they share the segments too, of which a tile has at most `segments`;
 // `sums`: [count, kv_heads, segments].
 inline void attend_segments(const Tiles &t, int64_t segments, SegmentSums *sums) {
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < t.count * t.kv_heads * segments; i++) {
-        const int64_t unit = i / segments, segment = i % segments;
+    const int64_t count = t.count * t.kv_heads * segments, chunk = std::max<int64_t>(1, count / (8 * omp_get_num_threads()));
+#pragma omp for schedule(dynamic, chunk)
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t unit = i / segments, head = unit % t.kv_heads, segment = i % segments;
         const Tile &tile = t.tiles[unit / t.kv_heads];
-        if (segment < t.segments(tile)) t.attend(tile, unit % t.kv_heads, segment, segment + 1, {}, sums + i);
+        const HeadCache cached = t.head_cache(tile, head);
+        const Next behind{&cached, TileRows(tile, t.window).first_of(segment + 1)};
+        if (segment < t.segments(tile)) t.attend(tile, head, segment, segment + 1, behind, sums + i);
     }
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < t.count * t.kv_heads; i++) {

@@ -35,6 +35,7 @@ class PairAttention {
     static constexpr int UNIT = std::gcd(GROUP_SIZE, STRIP);              // divides the rows of each strip
     static constexpr int PAIRS = KEYS / 2, GROUP_PAIRS = LANES / 2;       // of tokens
     static constexpr int KEY_STEP = 2 * BLOCK_SIZE, VALUE_STEP = 2 * HEAD_DIM;  // to the next two elements, or tokens
+    static constexpr int SOON = 4;  // steps, of a line or more each, from `fetch_soon` to the use
     static constexpr uint32_t ONES = 0x3f803f80;
 
     void read(const HeadCache &cache, const Piece &piece, const Next &next) {
@@ -101,6 +102,8 @@ class PairAttention {
             Words keys[COUNT];
             for (int g = 0; g < COUNT; g++) keys[g] = load_words(keys_[g] + d * KEY_STEP);
             if (r == 0) fetch_next_keys(d);
+            if (r == 0 && d + SOON < HEAD_DIM / 2)
+                for (int g = 0; g < COUNT; g++) fetch_soon(keys_[g] + (d + SOON) * KEY_STEP);
 #pragma GCC unroll 4
             for (int i = 0; i < ROWS; i++) {
                 uint32_t pair;
@@ -150,6 +153,8 @@ class PairAttention {
                 Words pairs[WIDE];
                 for (int p = 0; p < WIDE; p++) pairs[p] = values(k, first + p);
                 if (fetches && k < num_next_ * GROUP_PAIRS) fetch_next_values(k);
+                if (fetches && k + SOON < all_end)
+                    for (int p = 0; p < PARTS; p++) fetch_soon(values_at(k + SOON, p));
 #pragma GCC unroll 4
                 for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 4
@@ -163,10 +168,10 @@ class PairAttention {
         }
     }
 
-    Words values(int pair, int part) const {
-        const CacheElement *of_group = values_[pair / GROUP_PAIRS] + pair % GROUP_PAIRS * VALUE_STEP;
-        return load_words(of_group + part * 2 * LANES, part_size(part));
+    const CacheElement *values_at(int pair, int part) const {
+        return values_[pair / GROUP_PAIRS] + pair % GROUP_PAIRS * VALUE_STEP + part * 2 * LANES;
     }
+    Words values(int pair, int part) const { return load_words(values_at(pair, part), part_size(part)); }
     uint32_t weights(int i, int pair) const { return ((const uint32_t *)weights_[i])[pair]; }
 
     const TileRows rows_;
