@@ -12,7 +12,7 @@ from trioengine.core.grammar import GrammarFailed
 from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.runner import sampling
-from trioengine.worker.runner.sampling import _first_above, best_tokens, process_row, sample_all, uniform
+from trioengine.worker.runner.sampling import _first_above, process_row, sample_all, uniform
 from trioengine.worker.scheduling.sequence import ScheduledSequence, Sequence
 
 VOCAB = 300  # more than a bucket, and no multiple of one
@@ -65,15 +65,6 @@ def peaked(*probabilities):
     return dict.fromkeys(range(VOCAB), -100.0) | {
         10 + index: math.log(probability) for index, probability in enumerate(probabilities)
     }
-
-
-@pytest.mark.parametrize("vocab_size", [5, 256, 300, 1024])
-def test_best_token_is_the_first_maximum(vocab_size):
-    rows = torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(0))
-    rows[3, 2] = rows[3, 4] = 50.0
-    best, ids = best_tokens(rows)
-    assert torch.equal(best, rows.amax(-1))
-    assert ids.tolist() == [row.tolist().index(max(row.tolist())) for row in rows]
 
 
 def test_drafts_of_several_sequences():

@@ -111,7 +111,7 @@ class ProfiledSteps:
             attention = self._measure("batch", lambda: kernels.attention(batch, cache))
             hidden = self._measure("layers", lambda: model.forward(batch, attention, states))
             logits = self._measure("logits", lambda: model.logits(hidden))
-            sampled = self._measure("sampling", lambda: sample_all(logits, output.scheduled))
+            sampled = self._measure("sampling", lambda: sample_all(logits, output.scheduled, kernels.best(logits)))
         self._measure("scheduling", lambda: scheduler.update(output, sampled))
 
     def _measure(self, name: str, call: Callable[[], Result]) -> Result:

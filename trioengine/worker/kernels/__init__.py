@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trioengine.hub.model_config import TextConfig
 from trioengine.worker.kernels.batch import ForwardBatch, StateRows
+from trioengine.worker.kernels.best_tokens import Best
 from trioengine.worker.kernels.kv_cache import KVCache, KVOrder
 from trioengine.worker.kernels.linear import Linear
 from trioengine.worker.kernels.state_cache import StateCache
@@ -298,6 +299,10 @@ class Kernels(Protocol):
 
     def gate_(self, results: Tensor, gates: Tensor) -> None:
         """Multiply results [num_tokens, size] by the sigmoids of gates [num_tokens, size], in place."""
+        ...
+
+    def best(self, logits: Tensor) -> Best:
+        """Find the best token of every row of logits [num_rows, vocab_size], float32."""
         ...
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:

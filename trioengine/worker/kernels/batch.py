@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from itertools import accumulate, chain
+from typing import TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from trioengine.worker.scheduling.sequence import Sequence as TokenSequence
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT
 
 IntArray = npt.NDArray[np.int64]
+HeldBlocks: TypeAlias = tuple[int, list[int]]  # the number of blocks that a sequence has given back, and those behind
 
 
 class Padding:
@@ -165,43 +167,36 @@ def make_batch(
     scheduled = (*output.scheduled, *rows)
     order = sorted(range(len(scheduled)), key=lambda i: _layout_key(scheduled[i]))
     entries = [scheduled[i] for i in order]
-    query_lens = np.array([entry.num_new_tokens for entry in entries], dtype=np.int64)
-    computed = np.array([entry.sequence.num_computed_tokens for entry in entries], dtype=np.int64)
-    ends = np.cumsum(query_lens)
-    sequences = np.repeat(np.arange(len(entries)), query_lens)  # [num_tokens]
-    positions = np.arange(ends[-1]) - np.repeat(ends - query_lens - computed, query_lens)
-    contexts = computed + query_lens
-    tables = _block_tables([(0, entry.sequence.block_table) for entry in entries], contexts, block_size)
+    query_lens = [entry.num_new_tokens for entry in entries]
+    ends = list(accumulate(query_lens))
+    starts = [end - count for end, count in zip(ends, query_lens, strict=True)]
+    spans = [_new_positions(entry) for entry in entries]
+    held = [(0, entry.sequence.block_table) for entry in entries]
     windowed = [(entry.sequence.num_behind, entry.sequence.window_table) for entry in entries]
-    window_tables = _block_tables(windowed, contexts, block_size) if windowed[0][1] else None
-
-    def slots_of(tables: IntArray) -> Tensor:
-        return torch.from_numpy(tables[sequences, positions // block_size] * block_size + positions % block_size)
-
-    last_rows = dict(zip(order, (ends - 1).tolist(), strict=True))
-    starts = ends - query_lens
+    have_windows = bool(windowed[0][1])
+    first_rows = dict(zip(order, starts, strict=True))
     samples = [
-        row
+        first_rows[i] + row
         for i, entry in enumerate(scheduled)
         if entry.samples
-        for row in range(last_rows[i] - len(entry.draft), last_rows[i] + 1)
+        for row in range(entry.num_new_tokens - 1 - len(entry.draft), entry.num_new_tokens)
     ]
     return ForwardBatch(
         token_ids=_tensor(_new_token_ids(entries)),
-        positions=torch.from_numpy(positions),
-        slot_mapping=slots_of(tables),
+        positions=_tensor([*chain.from_iterable(spans)]),
+        slot_mapping=_slots(held, spans, block_size),
         sample_rows=_tensor(samples),
-        block_tables=tables,
-        query_lens=query_lens,
-        context_lens=contexts,
-        num_decodes=int(np.count_nonzero(query_lens == 1)),
+        block_tables=_block_tables(held, spans, block_size),
+        query_lens=np.array(query_lens, dtype=np.int64),
+        context_lens=np.array([span.stop for span in spans], dtype=np.int64),
+        num_decodes=query_lens.count(1),
         block_size=block_size,
         embeddings=_embeddings(entries, starts),
-        score_rows=_score_rows(scheduled, dict(zip(order, starts.tolist(), strict=True))),
-        states=_state_rows(entries, sequences, ends) if _have_states(output.scheduled) else None,
+        score_rows=_score_rows(scheduled, first_rows),
+        states=_state_rows(entries, query_lens, ends) if _have_states(output.scheduled) else None,
         num_padding=len(rows),
         adapters=None if adapters is None else _adapted_rows(entries, query_lens, adapters),
-        windowed=None if window_tables is None else WindowTables(slots_of(window_tables), window_tables),
+        windowed=_window_tables(windowed, spans, block_size) if have_windows else None,
     )
 
 
@@ -216,21 +211,40 @@ def _new_token_ids(entries: list[ScheduledSequence]) -> list[int]:
     return ids
 
 
-def _block_tables(held: list[tuple[int, list[int]]], context_lens: IntArray, block_size: int) -> IntArray:
-    """`held`: the number of blocks that each sequence has given back, and those behind them."""
-    counts = (context_lens + block_size - 1) // block_size
-    tables = np.empty((len(held), int(counts.max())), dtype=np.int64)
-    for row, (behind, blocks), count in zip(tables, held, counts.tolist(), strict=True):
+def _new_positions(entry: ScheduledSequence) -> range:
+    computed = entry.sequence.num_computed_tokens
+    return range(computed, computed + entry.num_new_tokens)
+
+
+def _slots(held: list[HeldBlocks], spans: list[range], block_size: int) -> Tensor:
+    """`spans`: the positions of each sequence's new tokens."""
+    return _tensor(
+        [
+            blocks[position // block_size - behind] * block_size + position % block_size
+            for (behind, blocks), span in zip(held, spans, strict=True)
+            for position in span
+        ]
+    )
+
+
+def _block_tables(held: list[HeldBlocks], spans: list[range], block_size: int) -> IntArray:
+    counts = [-(-span.stop // block_size) for span in spans]
+    tables = np.empty((len(held), max(counts)), dtype=np.int64)
+    for row, (behind, blocks), count in zip(tables, held, counts, strict=True):
         row[behind:count] = blocks[: count - behind]
         row[:behind] = row[count:] = row[count - 1]
     return tables
 
 
-def _embeddings(entries: list[ScheduledSequence], starts: IntArray) -> EmbeddedRows | None:
+def _window_tables(held: list[HeldBlocks], spans: list[range], block_size: int) -> WindowTables:
+    return WindowTables(_slots(held, spans, block_size), _block_tables(held, spans, block_size))
+
+
+def _embeddings(entries: list[ScheduledSequence], starts: list[int]) -> EmbeddedRows | None:
     """The features of the images' tokens; `starts` are the sequences' first rows."""
     rows: list[int] = []
     values: list[Tensor] = []
-    for entry, first in zip(entries, starts.tolist(), strict=True):
+    for entry, first in zip(entries, starts, strict=True):
         for (picture, number), start, stop, offset in entry.tile_pieces:
             rows += range(first + offset, first + offset + stop - start)
             values.append(cast("Tensor", picture.features[number])[start:stop])
@@ -251,7 +265,7 @@ def _have_states(scheduled: Sequence[ScheduledSequence]) -> bool:
 
 
 def _adapted_rows(
-    entries: list[ScheduledSequence], query_lens: IntArray, adapters: Mapping[int, LoadedAdapter]
+    entries: list[ScheduledSequence], query_lens: list[int], adapters: Mapping[int, LoadedAdapter]
 ) -> AdaptedRows | None:
     wanted = [entry.sequence.adapter for entry in entries]
     if not any(wanted):
@@ -262,8 +276,8 @@ def _adapted_rows(
     return AdaptedRows([adapters[adapter] for adapter in ids], torch.from_numpy(choices))
 
 
-def _state_rows(entries: list[ScheduledSequence], sequences: IntArray, ends: IntArray) -> StateRows:
-    """`sequences` of the tokens, `ends` of the sequences' rows."""
+def _state_rows(entries: list[ScheduledSequence], query_lens: list[int], ends: list[int]) -> StateRows:
+    """`ends` of the sequences' rows."""
     slots = [entry.sequence.state_slot for entry in entries]
     saves = [
         (index, save.num_tokens - entry.sequence.num_computed_tokens, save.slot)
@@ -272,8 +286,8 @@ def _state_rows(entries: list[ScheduledSequence], sequences: IntArray, ends: Int
     ]
     return StateRows(
         slots=_tensor(slots),
-        first_rows=_tensor([0, *ends.tolist()]),
-        sequences=torch.from_numpy(sequences),
+        first_rows=_tensor([0, *ends]),
+        sequences=torch.from_numpy(np.repeat(np.arange(len(entries)), query_lens)),
         saves=torch.tensor(saves, dtype=torch.int64).view(-1, 3),
     )
 

@@ -77,6 +77,12 @@ void gated(const Element *gate_up, int64_t rows, int64_t size, Activation activa
     for (int64_t r = 0; r < rows; r++) gated_row(gate_up + r * 2 * size, size, activation, out + r * size);
 }
 
+// logits [rows, size].
+void best(const float *logits, int64_t rows, int64_t size, float *largest_ones, int64_t *places) {
+#pragma omp parallel for schedule(static) if (rows > 1)
+    for (int64_t r = 0; r < rows; r++) places[r] = best_place(logits + r * size, size, largest_ones + r);
+}
+
 void route(const Element *scores, int64_t rows, const Routing *routing, int64_t *chosen, float *weights) {
 #pragma omp parallel for schedule(static) if (rows > 1)
     for (int64_t r = 0; r < rows; r++)

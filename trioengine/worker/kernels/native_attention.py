@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,11 +83,11 @@ def cache_addresses(cache: KVCache, dtype: torch.dtype, order: KVOrder) -> ctype
 
 def _tiles(batch: ForwardBatch, size: int) -> Tensor:
     """Pieces of at most `size` new tokens of a sequence, as native.cpp's Tile: [num_tiles, 4], int64."""
-    counts = -(-batch.query_lens // size)  # tiles of each sequence
-    sequences = np.repeat(np.arange(len(counts)), counts)
-    offsets = (np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)) * size
-    new = batch.query_lens[sequences]
-    tokens = np.minimum(size, new - offsets)
-    rows = (np.cumsum(batch.query_lens) - batch.query_lens)[sequences] + offsets
-    contexts = batch.context_lens[sequences] - new + offsets + tokens
-    return torch.from_numpy(np.stack((sequences, rows, tokens, contexts), axis=1))
+    tiles: list[int] = []
+    row = 0
+    for sequence, (new, context) in enumerate(zip(batch.query_lens.tolist(), batch.context_lens.tolist(), strict=True)):
+        for first in range(0, new, size):
+            tokens = min(size, new - first)
+            tiles += (sequence, row + first, tokens, context - new + first + tokens)
+        row += new
+    return torch.tensor(tiles).view(-1, 4)

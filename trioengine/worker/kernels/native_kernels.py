@@ -38,6 +38,7 @@ from trioengine.worker.kernels.addresses import (
     state_rows_address,
 )
 from trioengine.worker.kernels.batch import ForwardBatch, StateRows
+from trioengine.worker.kernels.best_tokens import Best
 from trioengine.worker.kernels.compiler import load_library
 from trioengine.worker.kernels.decoder import LayerByLayer
 from trioengine.worker.kernels.kv_cache import KVCache, KVOrder
@@ -63,6 +64,7 @@ _FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "convolve": (_ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _ADDRESS),
     "update_delta": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
     "gate": (_ADDRESS, _ADDRESS, _COUNT, _COUNT),
+    "best": (_ADDRESS, _COUNT, _COUNT, _ADDRESS, _ADDRESS),
     "gated": (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS),
     "store": (_ADDRESS, _COUNT, _COUNT, _ADDRESS, _ADDRESS),
     "attend": (_ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _COUNT, _FLOAT, _COUNT, _ADDRESS),
@@ -188,6 +190,12 @@ class NativeKernels:
 
     def gate_(self, results: Tensor, gates: Tensor) -> None:
         self.native.gate(address(results, self.dtype), address(gates, self.dtype), *results.shape)
+
+    def best(self, logits: Tensor) -> Best:
+        rows, size = logits.shape
+        best = Best(torch.empty(rows), torch.empty(rows, dtype=torch.int64))
+        self.native.best(address(logits, torch.float32), rows, size, best.logits.data_ptr(), best.token_ids.data_ptr())
+        return best
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
         caches = self._caches.get(cache)

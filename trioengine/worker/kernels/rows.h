@@ -128,4 +128,26 @@ ONE_COPY void gated_row(const Element *gates, int64_t size, Activation activatio
     });
 }
 
+// The first place of the largest number, which is `largest_number`; of nan where there is one.
+ONE_COPY int64_t best_place(const float *x, int64_t size, float *largest_number) {
+    constexpr int64_t PART = 1024;  // numbers that stay in the first cache
+    float best = -INFINITY;
+    int64_t begin = 0;
+    for (int64_t first = 0; first < size && best == best; first += PART) {
+        Floats high = all(-INFINITY);
+        Ints are_numbers = high == high;
+        for_lanes(std::min(PART, size - first), [&](int64_t i, int count) {
+            Floats v = all(-INFINITY);
+            std::memcpy(&v, x + first + i, count * sizeof(float));
+            high = larger(high, v);
+            are_numbers &= v == v;
+        });
+        const float now = sum(are_numbers) == -LANES ? largest(high) : NAN;
+        if (!(now <= best)) best = now, begin = first;
+    }
+    while (best == best ? x[begin] != best : x[begin] == x[begin]) begin++;
+    *largest_number = best;
+    return begin;
+}
+
 }  // namespace

@@ -26,6 +26,7 @@ from trioengine.worker.kernels import (
     Routing,
 )
 from trioengine.worker.kernels.batch import ForwardBatch, StateRows
+from trioengine.worker.kernels.best_tokens import Best, best_tokens
 from trioengine.worker.kernels.decoder import LayerByLayer
 from trioengine.worker.kernels.kv_cache import KVCache, KVOrder, dequantized, quantized
 from trioengine.worker.kernels.torch_states import convolve, update_delta
@@ -89,6 +90,9 @@ class TorchKernels:
 
     def gate_(self, results: Tensor, gates: Tensor) -> None:
         results.mul_(torch.sigmoid(gates))
+
+    def best(self, logits: Tensor) -> Best:
+        return best_tokens(logits)
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
         full = TorchAttention(batch, cache, self._num_heads, self._dtype)

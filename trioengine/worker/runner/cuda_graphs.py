@@ -17,9 +17,9 @@ from torch import Tensor
 from trioengine.hub.model_config import TextConfig
 from trioengine.worker.kernels import Kernels, RecordableKernels
 from trioengine.worker.kernels.batch import ForwardBatch, Padding, make_batch
+from trioengine.worker.kernels.best_tokens import Best
 from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.models import Model
-from trioengine.worker.runner.sampling import Best, best_tokens
 from trioengine.worker.scheduling.sequence import SchedulerOutput
 
 logger = logging.getLogger("trioengine")
@@ -117,7 +117,7 @@ class CudaGraphs:
         logits, graph = self._logits[:size], torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             logits.copy_(compute())
-            best = best_tokens(logits)
+            best = self._kernels.best(logits)
 
         def replay(step: ForwardBatch) -> Computed:
             packed.copy_(step.packed)

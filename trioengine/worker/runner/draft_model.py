@@ -13,7 +13,6 @@ import torch
 
 from trioengine.worker.kernels.batch import ForwardBatch, make_batch
 from trioengine.worker.runner.loaded_model import LoadedModel
-from trioengine.worker.runner.sampling import best_tokens
 from trioengine.worker.scheduling.runner_interface import WantedDraft
 from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 from trioengine.worker.scheduling.speculation import shared
@@ -56,6 +55,7 @@ class DraftModel:
         if computed is not None:
             best = computed.best
         else:
-            best = best_tokens(loaded.model.logits(loaded.forward(batch)[: batch.num_samples]))
+            logits = loaded.model.logits(loaded.forward(batch)[: batch.num_samples])
+            best = loaded.spec.kernels.best(logits)
         token_ids: list[int] = best.token_ids.tolist()
         return token_ids

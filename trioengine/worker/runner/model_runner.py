@@ -117,7 +117,8 @@ class TorchModelRunner:
             hidden = target.forward(batch)
             if self.info.embeds:
                 return embed_all(hidden, output.scheduled)
-            sampled = sample_all(model.logits(hidden[: batch.num_samples]), output.scheduled)
+            logits = model.logits(hidden[: batch.num_samples])
+            sampled = sample_all(logits, output.scheduled, target.spec.kernels.best(logits))
             if batch.score_rows is None:
                 return sampled
             return with_scores(output, sampled, hidden[batch.num_samples :], model.logits, self.info.vocab_size)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from trioengine.core.grammar import GrammarFailed
 from trioengine.core.messages import INVALID_GRAMMAR, NO_TOKEN_LEFT, SAMPLING_FAILED, RequestFailed
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.core.types import Logprobs
+from trioengine.worker.kernels.best_tokens import Best, best_tokens
 from trioengine.worker.scheduling.sequence import Sampled, ScheduledSequence, Sequence
 from trioengine.worker.scheduling.speculation import verified
 
@@ -38,17 +38,10 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-class Best(NamedTuple):
-    """The maximum of every row [num_rows], nan where there is one, and the first token that has it."""
-
-    logits: Tensor
-    token_ids: Tensor
-
-
 def sample_all(logits: Tensor, scheduled: Iterable[ScheduledSequence], best: Best | None = None) -> list[Sampled]:
     """The result of each entry that samples, from a row of logits [num_rows, vocab_size], float32, for each place.
 
-    `best`: the `best_tokens` of these logits, if they are known.
+    `best`: the best tokens of these logits, if they are known.
     """
     entries = [entry for entry in scheduled if entry.samples]
     if not any(entry.draft for entry in entries):
@@ -61,7 +54,7 @@ def sample(logits: Tensor, sequences: list[Sequence], best: Best | None = None) 
     """One token for each row of logits [num_rows, vocab_size], float32; a row without one, or not finite, fails alone.
 
     A row's token depends on the row, its parameters, its seed and its position, and on nothing else in the batch.
-    `best`: the `best_tokens` of these logits, if they are known.
+    `best`: the best tokens of these logits, if they are known.
     """
     if not sequences:
         return []
@@ -72,11 +65,10 @@ def sample(logits: Tensor, sequences: list[Sequence], best: Best | None = None) 
         process_row(processed[row], sequences[row])
     if masks:
         processed = _allowed(processed, masks)
-    if best is None or processed is not logits:
-        best = best_tokens(processed)
-    highest, token_ids = best
+    raw = best_tokens(logits) if best is None else best
+    highest, token_ids = raw if processed is logits else best_tokens(processed)
     _draw_all(processed, highest, token_ids, sequences)
-    checked = _checked(highest, highest if processed is logits else logits.amax(dim=-1))
+    checked = _checked(highest, raw.logits)
     rows = _rows(sequences, token_ids.tolist(), checked, _logprobs(logits, token_ids, sequences))
     return [failures.get(row, sampled) for row, sampled in enumerate(rows)]
 
@@ -108,25 +100,10 @@ def _allowed(logits: Tensor, masks: Mapping[int, bytes]) -> Tensor:
     return torch.where(torch.from_numpy(allowed).to(logits.device), logits, float("-inf"))
 
 
-def best_tokens(logits: Tensor) -> Best:
-    """Find the maximum of every row of logits [num_rows, vocab_size].
-
-    Maxima of buckets first, then inside the one bucket: seven times as fast as argmax over 64 rows of 49,152.
-    """
-    rows = torch.arange(len(logits), device=logits.device)
-    padded = (
-        F.pad(logits, (0, -logits.shape[1] % _BUCKET), value=float("-inf")) if logits.shape[1] % _BUCKET else logits
-    )
-    buckets = padded.view(len(logits), -1, _BUCKET)
-    maxima = buckets.amax(dim=-1)  # [num_rows, num_buckets]
-    bucket = maxima.argmax(dim=-1)
-    return Best(maxima[rows, bucket], bucket * _BUCKET + buckets[rows, bucket].argmax(dim=-1))
-
-
 def _checked(best: Tensor, raw_best: Tensor) -> list[float]:
     """The greatest logit of each row, as the parameters have changed it; nan where the model's own is not finite."""
-    checked: list[float] = torch.where(raw_best.isfinite(), best, math.nan).tolist()
-    return checked
+    pairs = zip(best.tolist(), raw_best.tolist(), strict=True)
+    return [logit if math.isfinite(raw) else math.nan for logit, raw in pairs]
 
 
 def _rows(
