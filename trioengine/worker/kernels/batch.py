@@ -229,11 +229,12 @@ def _slots(held: list[HeldBlocks], spans: list[range], block_size: int) -> Tenso
 
 def _block_tables(held: list[HeldBlocks], spans: list[range], block_size: int) -> IntArray:
     counts = [-(-span.stop // block_size) for span in spans]
-    tables = np.empty((len(held), max(counts)), dtype=np.int64)
-    for row, (behind, blocks), count in zip(tables, held, counts, strict=True):
-        row[behind:count] = blocks[: count - behind]
-        row[:behind] = row[count:] = row[count - 1]
-    return tables
+    width = max(counts)
+    tables: list[list[int]] = []
+    for (behind, blocks), count in zip(held, counts, strict=True):
+        last = blocks[count - behind - 1]
+        tables.append([last] * behind + blocks[: count - behind] + [last] * (width - count))
+    return np.array(tables, dtype=np.int64)
 
 
 def _window_tables(held: list[HeldBlocks], spans: list[range], block_size: int) -> WindowTables:
