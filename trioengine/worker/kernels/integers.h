@@ -171,12 +171,9 @@ inline void integer_task(const Activations &x, const Weight &w, int64_t row, int
 
 // ---- activations ----
 
-struct Range {
-    float lowest, highest;  // the latter is infinite if a number is nan
-};
-
-inline Range range_of(const Element *x) {
-    Floats high = load(x), low = -high;
+// A group's greatest number, which is infinite if one is nan, and its least one with the other sign: in any lane.
+inline void find_range(const Element *x, Floats &high, Floats &low) {
+    high = load(x), low = -high;
     Ints are_numbers = high == high;
     for (int i = LANES; i < GROUP; i += LANES) {
         const Floats piece = load(x + i);
@@ -184,48 +181,49 @@ inline Range range_of(const Element *x) {
         low = larger(low, -piece);
         are_numbers &= piece == piece;
     }
-    return {-largest(low), largest(are_numbers ? high : all(INFINITY))};
+    high = are_numbers ? high : all(INFINITY);
 }
 
-// Returns the sum of the codes.
-inline int32_t quantize_group(const Element *x, float lowest, float factor, int8_t *codes) {
-    Ints total{};
+// Returns the sums of codes that are LANES apart.
+inline Ints quantize_group(const Element *x, float lowest, float factor, int8_t *codes) {
+    Ints totals{};
     for (int i = 0; i < GROUP; i += LANES) {
         const Floats steps = rounded_product(load(x + i) - lowest, factor) - 128.0f;
         const Ints integers = __builtin_convertvector(steps, Ints);
-        const SmallInts small = __builtin_convertvector(integers, SmallInts);
+        SmallInts small = __builtin_convertvector(integers, SmallInts);
+#if INSTRUCTIONS >= AVX512
+        asm("" : "+v"(small));  // GCC would convert and store by one instruction, which takes a Zen 4 many cycles
+#endif
         std::memcpy(codes + i, &small, sizeof small);
-        total += integers;
+        totals += integers;
     }
-    return sum(total);
+    return totals;
 }
 
 // LANES groups at a time. Numbers that are not finite, or have such a range, make the scale of their group nan, and
 // with it all results of their row.
 inline void quantize_row(const Element *x, int64_t row, const Weight &w, const Activations &to) {
     const int64_t groups = w.inputs / GROUP;
-    for (int64_t first = 0; first < groups; first += LANES) {
-        const int count = int(std::min<int64_t>(LANES, groups - first));
-        float lowest[LANES]{}, highest[LANES]{}, factors[LANES], scales[LANES];
-        for (int i = 0; i < count; i++) {
-            const Range range = range_of(x + (first + i) * GROUP);
-            lowest[i] = range.lowest, highest[i] = range.highest;
-        }
-        const Floats range = load(highest) - load(lowest);
+    for_lanes(groups, [&](int64_t first, int count) {
+        const int64_t at = row * groups + first;
+        Floats highs[LANES]{}, lows[LANES]{};
+        for (int i = 0; i < count; i++) find_range(x + (first + i) * GROUP, highs[i], lows[i]);
+        const Floats lowest = -combine_each(lows, larger), range = combine_each(highs, larger) - lowest;
         const auto varies = range > 1e-30f, is_finite = range < INFINITY;
-        store_lanes(factors, varies & is_finite ? 255.0f / range : Floats{});
-        store_lanes(scales, is_finite ? varies ? range / 255.0f : Floats{} : all(NAN));
-        for (int i = 0; i < count; i++) {
-            const int64_t at = row * groups + first + i;
-            const bool is_number = scales[i] == scales[i];  // else the codes may be anything
-            const int32_t total =
-                is_number ? quantize_group(x + (first + i) * GROUP, lowest[i], factors[i], to.codes + at * GROUP) : 0;
-            to.scales[at] = scales[i];
-            to.offsets[at] = lowest[i] + 128.0f * scales[i];
-            to.sums[at] = scales[i] * float(total);
-            to.starts[at] = -w.zero * total;
-        }
-    }
+        const Floats scale = is_finite ? varies ? range / 255.0f : Floats{} : all(NAN);
+        float begins[LANES], factors[LANES];
+        store_lanes(begins, lowest);
+        store_lanes(factors, is_finite ? varies ? 255.0f / range : Floats{} : all(NAN));
+        Ints totals[LANES]{};
+        for (int i = 0; i < count; i++)
+            if (factors[i] == factors[i])  // else the codes may be anything
+                totals[i] = quantize_group(x + (first + i) * GROUP, begins[i], factors[i], to.codes + (at + i) * GROUP);
+        const Ints total = combine_each(totals, [](Ints a, Ints b) { return a + b; }), start = -w.zero * total;
+        store_lanes(to.scales + at, scale, count);
+        store_lanes(to.offsets + at, lowest + 128.0f * scale, count);
+        store_lanes(to.sums + at, scale * __builtin_convertvector(total, Floats), count);
+        std::memcpy(to.starts + at, &start, count * sizeof(int32_t));
+    });
 }
 
 }  // namespace

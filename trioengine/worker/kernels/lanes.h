@@ -163,4 +163,18 @@ inline auto sum_of(Vector v) {
 inline float sum(Floats v) { return sum_of(v); }
 inline int32_t sum(Ints v) { return sum_of(v); }
 
+// Combines the lanes of each of LANES vectors, which it overwrites: lane i of the result is of vector i. Half as many
+// vectors are left each time, of which each lane has the same part of one of two vectors.
+template <int HALF = LANES / 2, class Vector, class Operation>
+inline Vector combine_each(Vector *vectors, Operation operation) {
+    Ints own, other;  // lanes of two vectors: those whose index has the bit HALF are of the second one
+    for (int i = 0; i < LANES; i++) own[i] = i & HALF ? LANES + i : i, other[i] = own[i] ^ HALF;
+    for (int i = 0; i < HALF; i++) {
+        const Vector a = vectors[i], b = vectors[i + HALF];
+        vectors[i] = operation(__builtin_shuffle(a, b, own), __builtin_shuffle(a, b, other));
+    }
+    if constexpr (HALF > 1) return combine_each<HALF / 2>(vectors, operation);
+    return vectors[0];
+}
+
 }  // namespace
