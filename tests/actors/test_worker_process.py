@@ -140,49 +140,78 @@ class FirstArrival(trio.abc.Instrument):
             self.is_sent = self._is_sent()
 
 
-async def test_a_payload_is_sent_in_the_step_in_which_the_worker_can_read_it(monkeypatch):
-    """Else another task could see the worker's PAYLOAD_CONSUMED of a payload that was not passed by our account."""
-    readers, make_sockets = [], ports._payload_sockets
+@pytest.fixture
+def readers(monkeypatch):
+    """Descriptors of the workers' ends of the payload sockets that are made from here on."""
+    descriptors, make_sockets = [], ports._payload_sockets
 
     def payload_sockets(ours, children):
         our_end, child_end = make_sockets(ours, children)
-        readers.append(os.dup(child_end))
+        descriptors.append(os.dup(child_end))
         return our_end, child_end
 
     monkeypatch.setattr(ports, "_payload_sockets", payload_sockets)
-    monkeypatch.setattr(ports, "WORKER", ("-c", "import signal; signal.pause()"))  # it reads nothing
+    yield descriptors
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+@pytest.fixture
+async def deaf_process(monkeypatch):
+    """A worker that reads nothing."""
+    monkeypatch.setattr(ports, "WORKER", ("-c", "import signal; signal.pause()"))
     process = await ports.Ports().spawn_worker()
-    sealed, sent = ports.SealedMemfd([b"cat"]), []
+    try:
+        yield process
+    finally:
+        with trio.CancelScope(shield=True):
+            process.kill()
+            await process.wait()
+            process.reap()
+
+
+@pytest.fixture
+def sealed():
+    memfd = ports.SealedMemfd([b"cat"])
+    yield memfd
+    memfd.close()
+
+
+async def test_a_payload_is_sent_in_the_step_in_which_the_worker_can_read_it(readers, deaf_process, sealed):
+    """Else another task could read the worker's PAYLOAD_CONSUMED before the sender has counted the payload as sent."""
+    sent = []
     arrival = FirstArrival(readers[0], lambda: bool(sent))
     trio.lowlevel.add_instrument(arrival)
-    await process.send_payload(1, sealed)
-    sent.append(1)
-    await trio.lowlevel.checkpoint()
-    trio.lowlevel.remove_instrument(arrival)
+    try:
+        await deaf_process.send_payload(1, sealed)
+        sent.append(1)
+        await trio.lowlevel.checkpoint()
+    finally:
+        trio.lowlevel.remove_instrument(arrival)
     assert arrival.is_sent
-    os.close(readers[0])
-    sealed.close()
+
+
+async def test_payloads_wait_for_room_in_the_socket_and_end_with_the_worker(deaf_process, sealed):
+    sent = []
+
+    async def send_until_it_breaks():
+        with pytest.raises(trio.BrokenResourceError):
+            while True:
+                await deaf_process.send_payload(len(sent), sealed)
+                sent.append(len(sent))
+
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(send_until_it_breaks)
+            await trio.testing.wait_all_tasks_blocked()
+            assert sent
+            deaf_process.kill()
+
+
+async def test_no_payload_is_sent_after_the_reaping(sealed):
+    process = await ports.Ports().spawn_worker()
     process.kill()
     await process.wait()
     process.reap()
-
-
-async def test_payloads_wait_for_room_in_the_socket_and_end_with_the_worker(monkeypatch):
-    monkeypatch.setattr(ports, "WORKER", ("-c", "import signal; signal.pause()"))
-    process = await ports.Ports().spawn_worker()
-    sealed, sent = ports.SealedMemfd([b"cat"]), []
-
-    async def send_for_ever():
-        with pytest.raises(trio.BrokenResourceError):
-            while True:
-                await process.send_payload(len(sent), sealed)
-                sent.append(len(sent))
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(send_for_ever)
-        await trio.testing.wait_all_tasks_blocked()
-        process.kill()
-        await process.wait()
-    assert sent
-    sealed.close()
-    process.reap()
+    with pytest.raises(trio.ClosedResourceError):
+        await process.send_payload(1, sealed)

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from helpers.attention_step import TOLERANCES, assert_close, randn
+from helpers.best_tokens import check_best_tokens
 from helpers.native_shapes import LESS, SHAPES, make
 from helpers.torch_driver import needs_compiler
 
@@ -207,25 +208,6 @@ def test_native_kernels_on_a_gpu():
         choose_kernels(config, Model(), dtype, torch.device("cuda"), dtype)
 
 
-@pytest.mark.parametrize("size", [1, 5, 16, 300, 1024, 2500])
-def test_best_token_is_the_first_maximum(size, at_most):
-    rows = randn(12, size)
-    rows[1, size // 2] = rows[1, -1] = 50.0
-    rows[2] -= 100.0
-    rows[3] = -math.inf
-    rows[4, size // 2] = math.inf
-    rows[5] = 0.0
-    rows[5, 0] = -0.0
-    rows[6, size // 2] = rows[6, -1] = math.nan
-    rows[7, -1], rows[7, 0] = math.inf, math.nan
-    expected = [first_best(row.tolist()) for row in rows]
-    for kernels in (make(at_most=at_most), TorchKernels(9, torch.float32)):
-        best, token_ids = kernels.best(rows)
-        assert token_ids.tolist() == expected
-        assert torch.equal(best.nan_to_num(nan=7.0), rows[torch.arange(12), expected].nan_to_num(nan=7.0))
-
-
-def first_best(numbers):
-    """The place of the first nan if there is one, else of the first maximum."""
-    places = [place for place, number in enumerate(numbers) if math.isnan(number)]
-    return places[0] if places else numbers.index(max(numbers))
+@pytest.mark.parametrize("size", [1, 5, 16, 256, 300, 1024, 2500])
+def test_best_tokens(size, at_most):
+    check_best_tokens(make(at_most=at_most).best, size)

@@ -6,11 +6,13 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers.best_tokens import check_best_tokens
 from torch.overrides import TorchFunctionMode
 
 from trioengine.core.grammar import GrammarFailed
 from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.sampling_params import ResolvedParams
+from trioengine.worker.kernels.best_tokens import best_tokens
 from trioengine.worker.runner import sampling
 from trioengine.worker.runner.sampling import _first_above, process_row, sample_all, uniform
 from trioengine.worker.scheduling.sequence import ScheduledSequence, Sequence
@@ -65,6 +67,24 @@ def peaked(*probabilities):
     return dict.fromkeys(range(VOCAB), -100.0) | {
         10 + index: math.log(probability) for index, probability in enumerate(probabilities)
     }
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 16, 256, 300, 1024, 2500])
+def test_best_tokens(vocab_size):
+    check_best_tokens(best_tokens, vocab_size)
+
+
+@pytest.mark.parametrize("draft", [(), (3, 4)])
+def test_known_best_tokens_are_not_looked_for(draft, monkeypatch):
+    """Nor changed, where tokens are drawn."""
+    entries = [ScheduledSequence(sequence(request=1), 2 + len(draft), draft), ScheduledSequence(sequence(), 2)]
+    places = logits(*({each: 9.0} for each in (3, 4, 5, 6)[-2 - len(draft) :])).to(_DEVICE)
+    best = best_tokens(places)
+    before = best.token_ids.tolist()
+    expected = sample_all(places, entries)
+    monkeypatch.delattr(sampling, "best_tokens")
+    assert sample_all(places, entries, best) == expected
+    assert best.token_ids.tolist() == before
 
 
 def test_drafts_of_several_sequences():

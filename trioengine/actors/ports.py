@@ -158,10 +158,12 @@ class LocalWorkerProcess:
 
     async def send_payload(self, payload: int, sealed: SealedBytes) -> None:
         assert isinstance(sealed, SealedMemfd), "made by the same ports"
+        if self._is_reaped:
+            raise trio.ClosedResourceError("the worker has been reaped")
         rights = array("i", [sealed.fd])
         while True:
             await trio.lowlevel.wait_writable(self._payload_socket)
-            try:  # not `sendmsg` of a socket of trio: a checkpoint comes after it
+            try:  # a trio socket's `sendmsg` ends with a checkpoint, in which other tasks run
                 self._payload_socket.sendmsg(
                     [PAYLOAD_ID.pack(payload)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
                 )

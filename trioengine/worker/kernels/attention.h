@@ -96,11 +96,12 @@ inline void attend_tiles(const Tiles &t) {
 }
 
 // As attend_tiles, but they share the segments too, of which a tile has at most `segments`;
-// `sums`: [count, kv_heads, segments].
+// `sums`: [count, kv_heads, segments]. A thread takes an eighth of its share of one tile's segments at a time: a tile with
+// fewer segments may have nothing in its place.
 inline void attend_segments(const Tiles &t, int64_t segments, SegmentSums *sums) {
-    const int64_t count = t.count * t.kv_heads * segments, chunk = std::max<int64_t>(1, count / (8 * omp_get_num_threads()));
+    const int64_t chunk = std::max<int64_t>(1, t.kv_heads * segments / (8 * omp_get_num_threads()));
 #pragma omp for schedule(dynamic, chunk)
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < t.count * t.kv_heads * segments; i++) {
         const int64_t unit = i / segments, head = unit % t.kv_heads, segment = i % segments;
         const Tile &tile = t.tiles[unit / t.kv_heads];
         const HeadCache cached = t.head_cache(tile, head);

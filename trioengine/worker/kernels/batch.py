@@ -21,7 +21,7 @@ from trioengine.worker.scheduling.sequence import Sequence as TokenSequence
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT
 
 IntArray = npt.NDArray[np.int64]
-HeldBlocks: TypeAlias = tuple[int, list[int]]  # the number of blocks that a sequence has given back, and those behind
+HeldBlocks: TypeAlias = tuple[int, list[int]]  # the number of leading blocks that were given back, and the other blocks
 
 
 class Padding:
@@ -217,23 +217,27 @@ def _new_positions(entry: ScheduledSequence) -> range:
 
 
 def _slots(held: list[HeldBlocks], spans: list[range], block_size: int) -> Tensor:
-    """`spans`: the positions of each sequence's new tokens."""
-    return _tensor(
-        [
-            blocks[position // block_size - behind] * block_size + position % block_size
-            for (behind, blocks), span in zip(held, spans, strict=True)
-            for position in span
-        ]
-    )
+    """The slots [num_tokens] of the new tokens, whose positions in each sequence are `spans`."""
+    slots: list[int] = []
+    for (num_given_back, blocks), span in zip(held, spans, strict=True):
+        position = span.start
+        while position < span.stop:
+            index = position // block_size
+            end = min(span.stop, (index + 1) * block_size)
+            shift = (blocks[index - num_given_back] - index) * block_size  # from a position to its slot
+            slots += range(position + shift, end + shift)
+            position = end
+    return _tensor(slots)
 
 
 def _block_tables(held: list[HeldBlocks], spans: list[range], block_size: int) -> IntArray:
+    """[num_seqs, max_blocks]: in place of blocks that were given back, and behind the last one, that one."""
     counts = [-(-span.stop // block_size) for span in spans]
     width = max(counts)
     tables: list[list[int]] = []
-    for (behind, blocks), count in zip(held, counts, strict=True):
-        last = blocks[count - behind - 1]
-        tables.append([last] * behind + blocks[: count - behind] + [last] * (width - count))
+    for (num_given_back, blocks), count in zip(held, counts, strict=True):
+        last = blocks[count - num_given_back - 1]
+        tables.append([last] * num_given_back + blocks[: count - num_given_back] + [last] * (width - count))
     return np.array(tables, dtype=np.int64)
 
 
@@ -278,7 +282,7 @@ def _adapted_rows(
 
 
 def _state_rows(entries: list[ScheduledSequence], query_lens: list[int], ends: list[int]) -> StateRows:
-    """`ends` of the sequences' rows."""
+    """`ends`: for each sequence the number of rows up to its last one."""
     slots = [entry.sequence.state_slot for entry in entries]
     saves = [
         (index, save.num_tokens - entry.sequence.num_computed_tokens, save.slot)
@@ -294,4 +298,4 @@ def _state_rows(entries: list[ScheduledSequence], query_lens: list[int], ends: l
 
 
 def _tensor(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+    return torch.from_numpy(np.array(values, dtype=np.int64))

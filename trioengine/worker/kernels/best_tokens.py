@@ -12,14 +12,14 @@ _BUCKET = 256  # tokens
 
 
 class Best(NamedTuple):
-    """The maximum of every row [num_rows], float32, nan where there is one, and the first token that has it, int64."""
+    """The best token of every row: the first one that has the maximum, or the first one whose logit is nan."""
 
-    logits: Tensor
-    token_ids: Tensor
+    logits: Tensor  # [num_rows], float32
+    token_ids: Tensor  # [num_rows], int64
 
 
 def best_tokens(logits: Tensor) -> Best:
-    """Find the maximum of every row of logits [num_rows, vocab_size].
+    """Find the best token of every row of logits [num_rows, vocab_size], of which there may be none.
 
     Maxima of buckets first, then inside the one bucket: seven times as fast as argmax over 64 rows of 49,152.
     """
@@ -27,7 +27,7 @@ def best_tokens(logits: Tensor) -> Best:
     padded = (
         F.pad(logits, (0, -logits.shape[1] % _BUCKET), value=float("-inf")) if logits.shape[1] % _BUCKET else logits
     )
-    buckets = padded.view(len(logits), -1, _BUCKET)
+    buckets = padded.view(len(logits), padded.shape[1] // _BUCKET, _BUCKET)
     maxima = buckets.amax(dim=-1)  # [num_rows, num_buckets]
     bucket = maxima.argmax(dim=-1)
     return Best(maxima[rows, bucket], bucket * _BUCKET + buckets[rows, bucket].argmax(dim=-1))

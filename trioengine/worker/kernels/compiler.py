@@ -30,7 +30,7 @@ logger = logging.getLogger("trioengine")
 _FLAGS = (
     "-std=c++17",
     "-O3",
-    "-falign-functions=64",
+    "-falign-functions=64",  # else the speed of a loop depends on the functions before it, by some 3 %
     "-march=native",
     "--param=avoid-fma-max-bits=0",  # else GCC fuses products and sums in some loops, for AMD
     "-fopenmp",

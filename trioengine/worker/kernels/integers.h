@@ -171,7 +171,7 @@ inline void integer_task(const Activations &x, const Weight &w, int64_t row, int
 
 // ---- activations ----
 
-// A group's greatest number, which is infinite if one is nan, and its least one with the other sign: in any lane.
+// The largest numbers of a group that are LANES apart, infinite where one is nan, and the least ones with the other sign.
 inline void find_range(const Element *x, Floats &high, Floats &low) {
     high = load(x), low = -high;
     Ints are_numbers = high == high;

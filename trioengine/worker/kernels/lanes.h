@@ -163,8 +163,9 @@ inline auto sum_of(Vector v) {
 inline float sum(Floats v) { return sum_of(v); }
 inline int32_t sum(Ints v) { return sum_of(v); }
 
-// Combines the lanes of each of LANES vectors, which it overwrites: lane i of the result is of vector i. Half as many
-// vectors are left each time, of which each lane has the same part of one of two vectors.
+// Combines all lanes of each of LANES vectors, which it overwrites: lane i of the result is of vector i. Each round makes
+// one vector of two: of 4 lanes and vectors a, b, c and d, first (a0 + a2, a1 + a3, c0 + c2, c1 + c3) of a and c, and the
+// same of b and d, then the sums of a, b, c and d.
 template <int HALF = LANES / 2, class Vector, class Operation>
 inline Vector combine_each(Vector *vectors, Operation operation) {
     Ints own, other;  // lanes of two vectors: those whose index has the bit HALF are of the second one

@@ -90,4 +90,4 @@ def _tiles(batch: ForwardBatch, size: int) -> Tensor:
             tokens = min(size, new - first)
             tiles += (sequence, row + first, tokens, context - new + first + tokens)
         row += new
-    return torch.tensor(tiles).view(-1, 4)
+    return torch.tensor(tiles, dtype=torch.int64).view(-1, 4)

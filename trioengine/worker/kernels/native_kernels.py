@@ -193,7 +193,7 @@ class NativeKernels:
 
     def best(self, logits: Tensor) -> Best:
         rows, size = logits.shape
-        best = Best(torch.empty(rows), torch.empty(rows, dtype=torch.int64))
+        best = Best(torch.empty(rows, dtype=torch.float32), torch.empty(rows, dtype=torch.int64))
         self.native.best(address(logits, torch.float32), rows, size, best.logits.data_ptr(), best.token_ids.data_ptr())
         return best
 

@@ -128,7 +128,7 @@ ONE_COPY void gated_row(const Element *gates, int64_t size, Activation activatio
     });
 }
 
-// The first place of the largest number, which is `largest_number`; of nan where there is one.
+// Returns the place of the first nan, or else of the first largest number, and writes that number. `size` is 1 or more.
 ONE_COPY int64_t best_place(const float *x, int64_t size, float *largest_number) {
     constexpr int64_t PART = 1024;  // numbers that stay in the first cache
     float best = -INFINITY;

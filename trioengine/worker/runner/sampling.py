@@ -46,7 +46,7 @@ def sample_all(logits: Tensor, scheduled: Iterable[ScheduledSequence], best: Bes
     entries = [entry for entry in scheduled if entry.samples]
     if not any(entry.draft for entry in entries):
         return sample(logits, [entry.sequence for entry in entries], best)
-    rows = iter(sample(logits, [behind for entry in entries for behind in entry.sampled_behind]))
+    rows = iter(sample(logits, [behind for entry in entries for behind in entry.sampled_behind], best))
     return [verified(entry.draft, list(islice(rows, 1 + len(entry.draft)))) for entry in entries]
 
 
@@ -66,9 +66,11 @@ def sample(logits: Tensor, sequences: list[Sequence], best: Best | None = None) 
     if masks:
         processed = _allowed(processed, masks)
     raw = best_tokens(logits) if best is None else best
-    highest, token_ids = raw if processed is logits else best_tokens(processed)
-    _draw_all(processed, highest, token_ids, sequences)
-    checked = _checked(highest, raw.logits)
+    best = raw if processed is logits else best_tokens(processed)
+    token_ids = _draw_all(processed, best, sequences)
+    largest: list[float] = best.logits.tolist()
+    models_own = largest if processed is logits else raw.logits.tolist()
+    checked = [logit if math.isfinite(own) else math.nan for logit, own in zip(largest, models_own, strict=True)]
     rows = _rows(sequences, token_ids.tolist(), checked, _logprobs(logits, token_ids, sequences))
     return [failures.get(row, sampled) for row, sampled in enumerate(rows)]
 
@@ -100,12 +102,6 @@ def _allowed(logits: Tensor, masks: Mapping[int, bytes]) -> Tensor:
     return torch.where(torch.from_numpy(allowed).to(logits.device), logits, float("-inf"))
 
 
-def _checked(best: Tensor, raw_best: Tensor) -> list[float]:
-    """The greatest logit of each row, as the parameters have changed it; nan where the model's own is not finite."""
-    pairs = zip(best.tolist(), raw_best.tolist(), strict=True)
-    return [logit if math.isfinite(raw) else math.nan for logit, raw in pairs]
-
-
 def _rows(
     sequences: list[Sequence], token_ids: list[int], best: list[float], logprobs: list[Logprobs | None]
 ) -> list[Sampled]:
@@ -120,14 +116,17 @@ def _rows(
     return rows
 
 
-def _draw_all(logits: Tensor, best: Tensor, token_ids: Tensor, sequences: list[Sequence]) -> None:
-    """Replace the best tokens by drawn ones in the rows that are not greedy; a row that failed gets any."""
+def _draw_all(logits: Tensor, best: Best, sequences: list[Sequence]) -> Tensor:
+    """The best tokens, or drawn ones in the rows that are not greedy; a row that failed gets any."""
     drawn = [row for row, sequence in enumerate(sequences) if sequence.params.temperature >= GREEDY_BELOW]
-    if drawn:
-        rows = torch.tensor(drawn, device=logits.device)
-        highest = best[rows, None]
-        shifted = logits[rows].sub_(highest).masked_fill_(~highest.isfinite(), 0.0)
-        token_ids[rows] = _draw(shifted, [sequences[row] for row in drawn])
+    if not drawn:
+        return best.token_ids
+    rows = torch.tensor(drawn, device=logits.device)
+    highest = best.logits[rows, None]
+    shifted = logits[rows].sub_(highest).masked_fill_(~highest.isfinite(), 0.0)
+    token_ids = best.token_ids.clone()
+    token_ids[rows] = _draw(shifted, [sequences[row] for row in drawn])
+    return token_ids
 
 
 def _draw(shifted: Tensor, sequences: list[Sequence]) -> Tensor:
