@@ -229,7 +229,8 @@ export class Session {
   #spoil(generation, error) {
     generation.itemIds.forEach((id) => this.#parts.delete(id));
     generation.fail(error); // even if it is over: without the question there may be nothing to respond to
-    this.#cancel(generation);
+    if (generation.isOver) this.#takeBack(generation); // the refusal and the whole response came in one piece
+    else this.#cancel(generation);
   }
 
   #cancel(generation) {
@@ -241,13 +242,21 @@ export class Session {
   /** Decide whether its turn stays, when the server has finished with it or the connection is lost. */
   #finish(generation, error) {
     this.#running = null;
-    const items = this.#items.filter((item) => generation.itemIds.includes(item.id));
-    if (generation.isKept) this.#commit(generation, items);
-    else items.forEach((item) => this.#delete(item.id));
+    if (generation.isKept) this.#commit(generation);
+    else this.#takeBack(generation);
     generation.end(error);
   }
 
-  #commit(generation, items) {
+  #itemsOf(generation) {
+    return this.#items.filter((item) => generation.itemIds.includes(item.id));
+  }
+
+  #takeBack(generation) {
+    for (const item of this.#itemsOf(generation)) this.#delete(item.id);
+  }
+
+  #commit(generation) {
+    const items = this.#itemsOf(generation);
     for (const item of items) item.isCommitted = true;
     for (const id of generation.response.dropped_item_ids ?? []) this.#delete(id); // the model no longer sees them
     for (const answer of items) {

@@ -107,6 +107,7 @@ async def test_an_answer_gets_the_deltas_of_its_own_response():
         "texts": ["mine", "more"],
         "result": {"text": "minemore", "tool_calls": [], "status": "completed", "usage": None, "droppedTurns": 0},
         "history": [user("hello"), assistant("minemore")],
+        "refused": ["too_bad", []],
     }
 
 
