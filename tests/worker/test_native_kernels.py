@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 from helpers.attention_step import TOLERANCES, assert_close, randn
-from helpers.best_tokens import check_best_tokens
 from helpers.native_shapes import LESS, SHAPES, make
 from helpers.torch_driver import needs_compiler
 
@@ -206,8 +205,3 @@ def test_native_kernels_on_a_gpu():
     with pytest.raises(ModelError, match="no native kernels: they are for the CPU, not for cuda; choose kernels auto"):
         config, dtype = WorkerConfig("", kernels="native"), torch.float32
         choose_kernels(config, Model(), dtype, torch.device("cuda"), dtype)
-
-
-@pytest.mark.parametrize("size", [1, 5, 16, 256, 300, 1024, 2500])
-def test_best_tokens(size, at_most):
-    check_best_tokens(make(at_most=at_most).best, size)

@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers.best_tokens import check_best_tokens
 from torch.overrides import TorchFunctionMode
 
 from trioengine.core.grammar import GrammarFailed
@@ -67,11 +66,6 @@ def peaked(*probabilities):
     return dict.fromkeys(range(VOCAB), -100.0) | {
         10 + index: math.log(probability) for index, probability in enumerate(probabilities)
     }
-
-
-@pytest.mark.parametrize("vocab_size", [1, 5, 16, 256, 300, 1024, 2500])
-def test_best_tokens(vocab_size):
-    check_best_tokens(best_tokens, vocab_size)
 
 
 @pytest.mark.parametrize("draft", [(), (3, 4)])

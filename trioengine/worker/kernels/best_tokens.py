@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn.functional import pad
 
 _BUCKET = 256  # tokens
 
@@ -24,9 +24,8 @@ def best_tokens(logits: Tensor) -> Best:
     Maxima of buckets first, then inside the one bucket: seven times as fast as argmax over 64 rows of 49,152.
     """
     rows = torch.arange(len(logits), device=logits.device)
-    padded = (
-        F.pad(logits, (0, -logits.shape[1] % _BUCKET), value=float("-inf")) if logits.shape[1] % _BUCKET else logits
-    )
+    missing = -logits.shape[1] % _BUCKET
+    padded = pad(logits, (0, missing), value=float("-inf")) if missing else logits
     buckets = padded.view(len(logits), padded.shape[1] // _BUCKET, _BUCKET)
     maxima = buckets.amax(dim=-1)  # [num_rows, num_buckets]
     bucket = maxima.argmax(dim=-1)
