@@ -6,17 +6,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from trioengine.worker.kernels.linear import joined
 
 GROUP = 32  # columns of a row that share a scale
 PANEL = 16  # outputs whose codes lie together
-_PANELS = 2  # that are read together
-_PAIRS = 32  # of panels that are packed at a time
+_ROWS = 64 * PANEL  # that are packed at a time
+_CHUNKS = PANEL // 4  # of outputs: instructions that put registers side by side do so in chunks of 128 bits
+_WIDEST = 8  # bits of a code
 _ALIGNMENT = 64  # bytes: a step's codes are one line of the cache
-_LARGEST = 127  # of a code of 8 bits with a sign
-_OFFSET = 128  # that makes it positive
+_LARGEST_CODE = 127  # of a code of 8 bits with a sign
+_ZERO = 128  # that makes it positive
+_LARGEST = 8 * 32_767  # weight of an output, in its unit
+_MIDDLE = 8  # of the codes for which sums have 16 bits; others are shortened
+_TOTAL_STEP, _MINIMUM_STEP = 1 << 8, 1 << 3  # of integers.h, in an output's unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +29,15 @@ class IntegerWeight:
     """`(codes - zero) * scales + minima`, a scale and a minimum for every GROUP columns of a row."""
 
     codes: Tensor  # [rows, columns], uint8
-    scales: Tensor  # [rows, columns / GROUP], float32 that float16 holds exactly
+    scales: Tensor  # [rows, columns / GROUP], float32
     minima: Tensor | None  # the same; None: there are none
     zero: int
-    bits: int  # 4 or 8
+    bits: int  # 4, 5 or 8
 
     @property
-    def fits_float16(self) -> bool:
-        """Whether float16 holds the scales, the minima, and the total of any group's weights."""
-        largest = max(self.zero, (1 << self.bits) - 1 - self.zero) * self.scales.abs()
-        if self.minima is not None:
-            largest = largest + self.minima.abs()
-        return bool((GROUP * largest <= torch.finfo(torch.float16).max).all())  # nan is not
+    def is_finite(self) -> bool:
+        """Whether all scales and minima are."""
+        return bool(self.scales.isfinite().all()) and (self.minima is None or bool(self.minima.isfinite().all()))
 
     def dequantize(self) -> Tensor:
         """[rows, columns], float32."""
@@ -45,15 +47,17 @@ class IntegerWeight:
             groups.add_(self.minima[..., None])
         return groups.flatten(1)
 
-    def totals(self) -> Tensor:
-        """The sums of the weights of each group: [rows, columns / GROUP], float32."""
-        counts = self.codes.view(len(self.codes), -1, GROUP).sum(dim=-1, dtype=torch.int32) - GROUP * self.zero
-        return counts * self.scales if self.minima is None else counts * self.scales + GROUP * self.minima
-
     def with_minima(self) -> IntegerWeight:
-        """The same values: float16 holds the products of zeros, powers of two, with scales, unless they overflow."""
+        """The same values: products of zeros, powers of two, with scales are exact."""
         minima = -self.zero * self.scales if self.minima is None else self.minima
         return IntegerWeight(self.codes, self.scales, minima, 0, self.bits)
+
+    def with_bits(self, bits: int) -> IntegerWeight:
+        """The same values, with codes that are spread over so many bits, `bits` of its own or more."""
+        factor = 1 << (bits - self.bits)
+        if factor == 1:
+            return self
+        return IntegerWeight(self.codes * factor, self.scales / factor, self.minima, self.zero * factor, bits)
 
     def with_columns(self, columns: list[int]) -> IntegerWeight | None:
         """The weight with its columns in another order; None unless whole groups of them keep together."""
@@ -82,6 +86,8 @@ def join_integers(parts: Iterable[IntegerWeight | None]) -> IntegerWeight | None
 
 def stack_integers(parts: Sequence[IntegerWeight]) -> IntegerWeight:
     """The rows of all parts. If only some have minima, or their zeros differ, all get minima in the place of zeros."""
+    bits = max(part.bits for part in parts)
+    parts = [part.with_bits(bits) for part in parts]
     if len({(part.minima is None, part.zero) for part in parts}) > 1:
         parts = [part.with_minima() for part in parts]
     minima = [part.minima for part in parts if part.minima is not None]
@@ -90,7 +96,7 @@ def stack_integers(parts: Sequence[IntegerWeight]) -> IntegerWeight:
         joined([part.scales for part in parts]),
         joined(minima) if minima else None,
         parts[0].zero,
-        max(part.bits for part in parts),
+        bits,
     )
 
 
@@ -102,47 +108,64 @@ def can_multiply(shape: torch.Size) -> bool:
 def to_integers(weight: Tensor) -> IntegerWeight:
     """Quantize a weight to 8 bits, as GGUF's Q8_0 does."""
     groups = weight.float().view(len(weight), -1, GROUP)
-    scales = (groups.abs().amax(dim=-1) / _LARGEST).half().float()
-    codes = torch.where(scales[..., None] > 0, groups / scales[..., None], 0.0).round_().clamp_(-_LARGEST, _LARGEST)
-    return IntegerWeight((codes + _OFFSET).to(torch.uint8).flatten(1), scales, None, _OFFSET, 8)
+    scales = groups.abs().amax(dim=-1) / _LARGEST_CODE
+    codes = torch.where(scales[..., None] > 0, groups / scales[..., None], 0.0).round_()
+    codes.clamp_(-_LARGEST_CODE, _LARGEST_CODE)  # which subnormal scales may exceed
+    return IntegerWeight((codes + _ZERO).to(torch.uint8).flatten(1), scales, None, _ZERO, _WIDEST)
 
 
-def pack_integers(weight: IntegerWeight) -> Tensor:
-    """The bytes of a weight of which `can_multiply`, aligned; made some panels at a time, in little memory."""
-    panels, at_once = len(weight.codes) // PANEL, _PANELS * _PAIRS
-    whole = panels // _PANELS * _PANELS
-    starts = [*range(0, whole, at_once), *([whole] if whole < panels else [])]
-    ends = [min(start + at_once, whole) if start < whole else panels for start in starts]
-    memory = torch.empty(_packed_size(weight) + _ALIGNMENT, dtype=torch.uint8)
-    place = -memory.data_ptr() % _ALIGNMENT
-    packed = memory[place : place + _packed_size(weight)]
-    place = 0
-    for start, end in zip(starts, ends, strict=True):
-        piece = _pack_panels(weight.rows(start * PANEL, end * PANEL), _PANELS if start < whole else 1)
-        packed[place : place + len(piece)] = piece
-        place += len(piece)
-    return packed
+def num_pairs(columns: int) -> int:
+    """The pairs of groups of a row; the last may be half a pair."""
+    return (columns + 2 * GROUP - 1) // (2 * GROUP)
 
 
-def _packed_size(weight: IntegerWeight) -> int:
+def pack_integers(weight: IntegerWeight) -> tuple[Tensor, Tensor]:
+    """The bytes of a weight of which `can_multiply`, aligned, and the units of its outputs, float32.
+
+    They are made some panels at a time, in little memory.
+    """
+    outputs, columns = weight.codes.shape
     factors = 2 if weight.minima is None else 3  # of a group, two bytes each
-    return weight.codes.numel() * weight.bits // 8 + 2 * factors * weight.scales.numel()
+    row_size = 2 * num_pairs(columns) * (GROUP * weight.bits // 8 + 2 * factors)
+    memory = torch.empty(outputs * row_size + _ALIGNMENT, dtype=torch.uint8)
+    place = -memory.data_ptr() % _ALIGNMENT
+    packed, units = memory[place : place + outputs * row_size], torch.empty(outputs)
+    for start in range(0, outputs, _ROWS):
+        end = min(start + _ROWS, outputs)
+        packed[start * row_size : end * row_size], units[start:end] = _pack_rows(weight.rows(start, end))
+    return packed, units
 
 
-def _pack_panels(weight: IntegerWeight, together: int) -> Tensor:
-    """Whole panels, so many together."""
-    rows, columns = weight.codes.shape
-    panels, groups = rows // PANEL, columns // GROUP
-    steps = weight.codes.view(panels, PANEL, columns // 4, 4).transpose(1, 2).reshape(panels, -1, 4 * PANEL)
-    if weight.bits == 4:
-        steps = steps[:, 0::2] | steps[:, 1::2] << 4
-    parts = [steps.view(panels, groups, -1), _halves(weight.scales), _halves(weight.totals())]
+def _pack_rows(weight: IntegerWeight) -> tuple[Tensor, Tensor]:
+    """The bytes and the units of whole panels, whose codes are counted from the middle."""
+    middle = 1 << (weight.bits - 1)
+    counts = weight.codes.view(len(weight.codes), -1, GROUP).sum(dim=-1, dtype=torch.int32) - GROUP * middle
+    factors = [weight.scales * (middle / _MIDDLE), weight.scales * counts / _TOTAL_STEP]
+    largest = middle * weight.scales.abs()  # weights of a group
     if weight.minima is not None:
-        parts.append(_halves(weight.minima))
-    streams = [part.view(-1, together, *part.shape[1:]).transpose(1, 2).flatten(2) for part in parts]
-    return torch.cat(streams, dim=2).flatten()  # of [panels / together, groups, bytes]
+        minima = weight.minima + (middle - weight.zero) * weight.scales
+        factors.append(minima / _MINIMUM_STEP)
+        largest = largest + minima.abs()
+    units = largest.amax(dim=1, keepdim=True) / _LARGEST
+    units = torch.where(units > 0, units, 1.0)
+    packed = [_pack_codes(weight), *(_pack_factors(values / units) for values in factors)]
+    return torch.cat(packed, dim=2).flatten(), units.squeeze(1)
 
 
-def _halves(values: Tensor) -> Tensor:
-    """[rows, groups] -> [panels, groups, 2 * PANEL] bytes of float16."""
-    return values.view(-1, PANEL, values.shape[1]).transpose(1, 2).half().contiguous().view(torch.uint8)
+def _pack_codes(weight: IntegerWeight) -> Tensor:
+    """[panels, pairs of groups, bytes]."""
+    rows, columns = weight.codes.shape
+    pairs = num_pairs(columns)
+    words = F.pad(weight.codes, (0, 2 * GROUP * pairs - columns)).view(torch.int32)  # of 4 codes
+    words = words.view(rows // PANEL, _CHUNKS, 2, 2, pairs, 2, GROUP // 4)  # two registers of two outputs of a chunk
+    steps = words.permute(0, 4, 6, 2, 1, 3, 5).contiguous().view(torch.uint8).flatten(3)
+    if weight.bits == 4:
+        steps = steps[:, :, 0::2] | steps[:, :, 1::2] << 4
+    return steps.flatten(2)
+
+
+def _pack_factors(values: Tensor) -> Tensor:
+    """[rows, groups], rounded -> [panels, pairs of groups, 4 * PANEL] bytes."""
+    rows, groups = values.shape
+    pairs = F.pad(values.round().short(), (0, groups % 2)).view(rows // PANEL, PANEL, -1, 2)
+    return pairs.transpose(1, 2).contiguous().view(torch.uint8).flatten(2)

@@ -1,12 +1,23 @@
-// Matrix products of integers: activations are quantized to 8 bits in groups of 32, between the least and the greatest
-// of a group, and multiplied with the codes of the weights. The sums of a group are integers, hence exact; groups are
-// summed in float32 in their order, for every row and in every tile alike. So a row has the same bits whatever rows are
-// beside it, and with any number of threads.
+// Matrix products of integers. Activations are quantized to 8 bits in groups of 32 columns, and multiplied with the codes
+// of the weights. All other factors are integers of 16 bits, so that the sum of two groups is an integer, which is exact.
+// These integers are added in float32 in their order, for every row and in every tile alike. So a row has the same bits
+// whatever rows are beside it, with any number of threads, and with any instructions.
 //
-// A weight lies in panels of 16 outputs, of which two at a time are read as one stream: for each group the codes of
-// both, their scales, the totals of the weights, by which offsets are multiplied, and their minima. A group of a panel
-// is 8 steps of 16 outputs x 4 inputs, each step 64 bytes; with 4 bits two steps share them, the first in the low halves.
-// A last panel alone lies in the same way.
+// In a group a weight is scale * (code - zero) + minimum, where zero is the middle of all codes; an activation is about
+// row_scale * row_code + offset. The sum of their products has three terms:
+//     scale * row_scale * sum((code - zero) * row_code) + total * offset + minimum * sum
+// where total is the sum of scale * (code - zero), and sum that of the activations.
+//
+// Each output has a unit, in which its largest possible weight has 18 bits, and each row has one, in which its largest
+// activation has 22. Factors are rounded to the upper bits of these numbers; the terms then lack 15 bits each, and can be
+// added. The missing bits are: of scale and row_scale none, but 15 of their product; of total 8, of offset 7; of minimum 3,
+// of sum 12. The 64 products of two groups have 18 + 22 + 6 - 15 bits at most, which fit a word. If codes have 8 bits,
+// sums of products are shortened by 4 bits, for which scales are 16 times as large.
+//
+// A weight lies in panels of 16 outputs. A pair of groups of a panel is 8 steps of 16 outputs x 2 groups x 4 columns, each
+// of 128 bytes; with 4 bits two steps share them, the first in the low halves. Behind the codes are the scales of both
+// groups, a word for each output, then their totals, and their minima. If the number of groups is odd, the factors of the
+// last pair's second one are zeros.
 
 #pragma once
 
@@ -16,29 +27,41 @@
 namespace {
 
 constexpr int GROUP = 32;
+constexpr int PAIR = 2 * GROUP;
 constexpr int PANEL = 16;
 constexpr int STEPS = GROUP / 4;
-constexpr int STEP_BYTES = 4 * PANEL;
+constexpr int STEP_BYTES = 8 * PANEL;
 constexpr int LINE = 64;  // bytes of a line of the cache
 constexpr int TILE_ROWS = INSTRUCTIONS ? 4 : 1;  // of a tile, at most: elsewhere there are no registers for more
-constexpr int PANELS = 2;  // of a tile, at most: its sums, 8 integer and 8 float, are in registers
 constexpr int BLOCK = 128;  // rows that one task computes, whose activations stay in the second cache
 
-struct Activations {  // [rows, groups] of each: an activation is about its code * scale + offset
-    int8_t *codes;    // and GROUP
-    float *scales, *offsets;
-    float *sums;      // the scale times the sum of the codes: the factor of a minimum
-    int32_t *starts;  // of the sums of products: minus the sum of the codes times the zero of the weight
+struct alignas(8) RowPair {  // two groups of a row; products.py knows its size
+    int8_t codes[PAIR];  // 4 of one group, 4 of the other, and so on
+    int32_t starts[2];   // at which sums of products start: minus the zero of the weight times the sum of the codes
+    int16_t scales[2], offsets[2], sums[2];
 };
 
-constexpr int FACTOR_BYTES = 2 * PANEL;  // of a panel's scales, totals or minima, in float16
+static_assert(sizeof(RowPair) == 88);
+
+struct Activations {
+    RowPair *pairs;  // [rows, pairs of groups]
+    float *units;    // [rows], of sums
+};
+
+inline int64_t num_pairs(const Weight &w) { return (w.inputs + PAIR - 1) / PAIR; }
+inline int64_t num_panels(const Weight &w) { return w.outputs / PANEL; }
+
+constexpr int FACTOR_BYTES = 4 * PANEL;  // of a pair's scales, totals or minima
 template <int BITS>
-constexpr int CODE_BYTES = GROUP * PANEL * BITS / 8;  // of a panel's group
+constexpr int CODE_BYTES = PAIR * PANEL * BITS / 8;  // of a pair
 
 template <int BITS>
-inline int64_t group_bytes(const Weight &w) {  // of a panel
+inline int64_t pair_bytes(const Weight &w) {
     return CODE_BYTES<BITS> + (w.has_minima ? 3 : 2) * FACTOR_BYTES;
 }
+
+constexpr int zero_of(int bits) { return 1 << (bits - 1); }
+constexpr int dropped_bits(int bits) { return bits - 4; }  // of sums, which then have 16
 
 // ---- a tile ----
 
@@ -48,181 +71,229 @@ inline Bytes load_bytes(const uint8_t *from) {
     return result;
 }
 
-// The integer sums of one group: of COUNT rows, and of WIDTH registers of codes that are a panel apart.
-template <int BITS, int COUNT, int WIDTH>
-inline __attribute__((always_inline)) void sum_group(const int32_t (&starts)[COUNT], const uint8_t *weight,
-                                                     const int8_t *row, int64_t stride, Ints (&totals)[COUNT][WIDTH]) {
+// Two numbers of a row, of both groups of a pair.
+template <class T>
+inline auto both(const T *numbers) {
+    std::conditional_t<sizeof(T) == 4, int64_t, uint32_t> result;
+    std::memcpy(&result, numbers, sizeof result);
+    return result;
+}
+
+// The integer sums of a pair of groups: of COUNT rows, and of two registers of codes, whose lanes are groups of the same
+// outputs in turn.
+template <int BITS, int COUNT>
+inline __attribute__((always_inline)) void sum_pair(const uint8_t *weight, const RowPair *rows, int64_t stride,
+                                                    Ints (&totals)[COUNT][2]) {
     constexpr int SHARED = 8 / BITS;             // steps in the same bytes
     constexpr bool IS_SPLIT = BITS > CODE_BITS;  // the low and the high halves of codes are multiplied apart
     constexpr int HALVES = SHARED == 2 || IS_SPLIT ? 2 : 1, KINDS = IS_SPLIT ? 2 : 1;
-    Sums sums[KINDS][COUNT][WIDTH]{};
+    Sums sums[KINDS][COUNT][2]{};
     for (int r = 0; r < COUNT; r++)
-        for (int p = 0; p < WIDTH; p++) sums[0][r][p] = begin(starts[r]);
+        for (int i = 0; i < 2; i++) sums[0][r][i] = begin(both(rows[r * stride].starts));
 #pragma GCC unroll 8
     for (int step = 0; step < STEPS; step += SHARED) {
-        Bytes codes[WIDTH];
+        Bytes codes[2];
 #pragma GCC unroll 2
-        for (int p = 0; p < WIDTH; p++)
-            codes[p] = load_bytes(weight + p * CODE_BYTES<BITS> + step / SHARED * STEP_BYTES);
+        for (int i = 0; i < 2; i++) codes[i] = load_bytes(weight + step / SHARED * STEP_BYTES + i * STEP_BYTES / 2);
 #pragma GCC unroll 2
         for (int half = 0; half < HALVES; half++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int r = 0; r < COUNT; r++) {
-                int32_t four;
-                std::memcpy(&four, row + r * stride + 4 * (step + half % SHARED), 4);
-#pragma GCC unroll 4
-                for (int p = 0; p < WIDTH; p++) {
-                    Sums &sum = sums[half % KINDS][r][p];
-                    sum = dot(sum, HALVES == 1 ? codes[p] : half == 0 ? codes[p] & 15 : codes[p] >> 4, four);
+                int64_t eight;
+                std::memcpy(&eight, rows[r * stride].codes + 8 * (step + half % SHARED), 8);
+#pragma GCC unroll 2
+                for (int i = 0; i < 2; i++) {
+                    Sums &sum = sums[half % KINDS][r][i];
+                    sum = dot(sum, HALVES == 1 ? codes[i] : half == 0 ? codes[i] & 15 : codes[i] >> 4, eight);
                 }
             }
     }
     for (int r = 0; r < COUNT; r++)
-        for (int p = 0; p < WIDTH; p++) {
-            totals[r][p] = total(sums[0][r][p], starts[r]);
-            if (IS_SPLIT) totals[r][p] += total(sums[KINDS - 1][r][p], 0) << 4;
+        for (int i = 0; i < 2; i++) {
+            totals[r][i] = total(sums[0][r][i], both(rows[r * stride].starts));
+            if (IS_SPLIT) totals[r][i] += total(sums[KINDS - 1][r][i], 0) << 4;
+            totals[r][i] >>= dropped_bits(BITS);
         }
 }
 
-// Bytes that a later task will read, which a tile fetches into the second cache: some lines with each group.
+// Bytes that a later task will read, which a tile fetches into the second cache: some lines with each pair of groups.
 struct Prefetch {
     const uint8_t *data;
     int64_t lines;
 
-    void fetch(int64_t group) const {
-        const uint8_t *line = data + group * lines * LINE;
+    void fetch(int64_t pair) const {
+        const uint8_t *line = data + pair * lines * LINE;
         for (int64_t i = lines; i > 0; i--, line += LINE) __builtin_prefetch(line, 0, 2);
     }
 };
 
-template <int BITS, int COUNT, int WIDTH>
+template <int BITS, int COUNT>
 void integer_tile(const Activations &x, const Weight &w, int64_t row, int64_t panel, const Results &out,
                   Prefetch next) {
-    constexpr int PARTS_OF_PANEL = PANEL / LANES;
-    constexpr int JOINT = PARTS_OF_PANEL == 1 ? WIDTH : 1;  // registers of codes that are multiplied together
-    const int64_t groups = w.inputs / GROUP;
-    const uint8_t *group = w.data + panel * groups * group_bytes<BITS>(w);
-    Floats results[WIDTH * PARTS_OF_PANEL][COUNT]{};
-    for (int64_t g = 0; g < groups; g++, group += WIDTH * group_bytes<BITS>(w)) {
-        const int64_t at = row * groups + g;  // of the first row
-        next.fetch(g);
-        const uint8_t *scales = group + WIDTH * CODE_BYTES<BITS>, *totals = scales + WIDTH * FACTOR_BYTES;
-        const uint8_t *minima = totals + WIDTH * FACTOR_BYTES;
-        int32_t starts[COUNT];
-        for (int r = 0; r < COUNT; r++) starts[r] = x.starts[at + r * groups];
-        for (int i = 0; i < WIDTH * PARTS_OF_PANEL; i += JOINT) {
-            Ints sums[COUNT][JOINT];
-            sum_group<BITS>(starts, group + i / PARTS_OF_PANEL * CODE_BYTES<BITS> + i % PARTS_OF_PANEL * sizeof(Bytes),
-                            x.codes + at * GROUP, groups * GROUP, sums);
-            for (int j = 0; j < JOINT; j++) {
-                const int place = (i + j) * 2 * LANES;  // of factors: two bytes each
-                const Floats scale = load_halves(scales + place), total = load_halves(totals + place);
-                for (int r = 0; r < COUNT; r++) {
-                    Floats &result = results[i + j][r];
-                    result = multiply_add(__builtin_convertvector(sums[r][j], Floats),
-                                          scale * x.scales[at + r * groups], result);
-                    result = multiply_add(total, x.offsets[at + r * groups] - Floats{}, result);
-                }
-                if (!w.has_minima) continue;
-                const Floats minimum = load_halves(minima + place);
-                for (int r = 0; r < COUNT; r++)
-                    results[i + j][r] = multiply_add(minimum, x.sums[at + r * groups] - Floats{}, results[i + j][r]);
+    constexpr int REGISTERS = PANEL / LANES;  // of results of a row
+    const int64_t pairs = num_pairs(w);
+    const uint8_t *pair = w.data + panel * pairs * pair_bytes<BITS>(w);
+    Floats results[REGISTERS][COUNT]{};
+    for (int64_t p = 0; p < pairs; p++, pair += pair_bytes<BITS>(w)) {
+        const RowPair *rows = x.pairs + row * pairs + p;  // a row has `pairs` of these
+        next.fetch(p);
+        for (int i = 0; i < REGISTERS; i++) {
+            Ints sums[COUNT][2];
+            sum_pair<BITS, COUNT>(pair + i * sizeof(Bytes), rows, pairs, sums);
+            const uint8_t *factors = pair + CODE_BYTES<BITS> + i * sizeof(Words);
+            const Words scales = (Words)load_bytes(factors), totals = (Words)load_bytes(factors + FACTOR_BYTES);
+            Words products[COUNT];
+            for (int r = 0; r < COUNT; r++) {
+                products[r] = scaled(sums[r][0], sums[r][1], scales, both(rows[r * pairs].scales));
+                products[r] = add_products(products[r], totals, both(rows[r * pairs].offsets));
             }
+            if (w.has_minima) {
+                const Words minima = (Words)load_bytes(factors + 2 * FACTOR_BYTES);
+                for (int r = 0; r < COUNT; r++)
+                    products[r] = add_products(products[r], minima, both(rows[r * pairs].sums));
+            }
+            for (int r = 0; r < COUNT; r++) results[i][r] += __builtin_convertvector((Ints)products[r], Floats);
         }
     }
-#pragma GCC unroll 4
-    for (int i = 0; i < WIDTH * PARTS_OF_PANEL; i++) {
+    for (int i = 0; i < REGISTERS; i++) {
         const int64_t column = panel * PANEL + i * LANES;
-        const Floats bias = w.bias == nullptr ? Floats{} : load(w.bias + column);
-        for (int r = 0; r < COUNT; r++) out.store((row + r) * w.outputs + column, results[i][r] + bias);
-    }
-}
-
-inline int64_t num_panels(const Weight &w) { return w.outputs / PANEL; }
-inline int64_t num_pieces(const Weight &w) { return (num_panels(w) + PANELS - 1) / PANELS; }
-
-template <int BITS, int WIDTH>
-void integer_tiles(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t panel, const Results &out) {
-    const int64_t groups = w.inputs / GROUP, panel_bytes = groups * group_bytes<BITS>(w);
-    const int64_t tiles = (end - row + TILE_ROWS - 1) / TILE_ROWS;
-    const int64_t next_end = std::min(panel + 2 * WIDTH, num_panels(w));
-    const int64_t lines = std::max<int64_t>((WIDTH * group_bytes<BITS>(w) / LINE + tiles / 2) / tiles, 1);
-    int64_t place = (panel + WIDTH) * panel_bytes;  // of the next panels, or of those of their lines that come next
-    for (; row < end; row += TILE_ROWS, place += groups * lines * LINE) {
-        const Prefetch next{w.data + place, place < next_end * panel_bytes ? lines : 0};
-        if constexpr (TILE_ROWS > 1) switch (end - row) {
-            case 3: return integer_tile<BITS, 3, WIDTH>(x, w, row, panel, out, next);
-            case 2: return integer_tile<BITS, 2, WIDTH>(x, w, row, panel, out, next);
-            case 1: return integer_tile<BITS, 1, WIDTH>(x, w, row, panel, out, next);
-        }
-        integer_tile<BITS, TILE_ROWS, WIDTH>(x, w, row, panel, out, next);
+        const Floats units = load(w.units + column), bias = w.bias == nullptr ? Floats{} : load(w.bias + column);
+        for (int r = 0; r < COUNT; r++)
+            out.store((row + r) * w.outputs + column, results[i][r] * (units * x.units[row + r]) + bias);
     }
 }
 
 template <int BITS>
-inline void integer_task(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t piece,
+inline void integer_task(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t panel,
                          const Results &out) {
-    const int64_t panel = piece * PANELS;
-    if (panel + PANELS <= num_panels(w))
-        integer_tiles<BITS, PANELS>(x, w, row, end, panel, out);
-    else
-        integer_tiles<BITS, 1>(x, w, row, end, panel, out);
+    const int64_t pairs = num_pairs(w), panel_bytes = pairs * pair_bytes<BITS>(w);
+    const int64_t tiles = (end - row + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t next_end = std::min(panel + 2, num_panels(w)) * panel_bytes;
+    const int64_t lines = std::max<int64_t>((pair_bytes<BITS>(w) / LINE + tiles / 2) / tiles, 1);
+    int64_t place = (panel + 1) * panel_bytes;  // of the next panel, or of those of its lines that come next
+    for (; row < end; row += TILE_ROWS, place += pairs * lines * LINE) {
+        const Prefetch next{w.data + place, place < next_end ? lines : 0};
+        if constexpr (TILE_ROWS > 1) switch (end - row) {
+            case 3: return integer_tile<BITS, 3>(x, w, row, panel, out, next);
+            case 2: return integer_tile<BITS, 2>(x, w, row, panel, out, next);
+            case 1: return integer_tile<BITS, 1>(x, w, row, panel, out, next);
+        }
+        integer_tile<BITS, TILE_ROWS>(x, w, row, panel, out, next);
+    }
 }
 
 // ---- activations ----
 
-// The largest numbers of a group that are LANES apart, infinite where one is nan, and the least ones with the other sign.
+// Not finite if one of the numbers is not.
+inline float largest_magnitude(const Element *x, int64_t size) {
+    Ints high{};  // bits of numbers that are not negative have their order, with nan above infinity
+    for (int64_t i = 0; i < size; i += LANES) {
+        const Ints piece = (Ints)load(x + i) & 0x7fffffff;
+        high = high < piece ? piece : high;
+    }
+    const int32_t bits = largest(high);
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+// The largest numbers of a group that are LANES apart, and the least ones with the other sign.
 inline void find_range(const Element *x, Floats &high, Floats &low) {
     high = load(x), low = -high;
-    Ints are_numbers = high == high;
     for (int i = LANES; i < GROUP; i += LANES) {
         const Floats piece = load(x + i);
-        high = larger(high, piece);
-        low = larger(low, -piece);
-        are_numbers &= piece == piece;
+        high = larger(high, piece), low = larger(low, -piece);
     }
-    high = are_numbers ? high : all(INFINITY);
 }
 
-// Returns the sums of codes that are LANES apart.
-inline Ints quantize_group(const Element *x, float lowest, float factor, int8_t *codes) {
-    Ints totals{};
-    for (int i = 0; i < GROUP; i += LANES) {
-        const Floats steps = rounded_product(load(x + i) - lowest, factor) - 128.0f;
+struct GroupCodes {
+    SmallInts codes[GROUP / LANES];
+    Ints totals;  // of codes that are LANES apart
+};
+
+inline GroupCodes quantize_group(const Element *x, float offset, float factor) {
+    GroupCodes result;
+    result.totals = Ints{};
+    for (int i = 0; i < GROUP / LANES; i++) {
+        const Floats steps = rounded_product(load(x + i * LANES) - offset, factor);
         const Ints integers = __builtin_convertvector(steps, Ints);
-        SmallInts small = __builtin_convertvector(integers, SmallInts);
+        result.codes[i] = __builtin_convertvector(integers, SmallInts);
 #if INSTRUCTIONS >= AVX512
-        asm("" : "+v"(small));  // GCC would convert and store by one instruction, which takes a Zen 4 many cycles
+        asm("" : "+v"(result.codes[i]));  // GCC would convert and store by one instruction, slow on a Zen 4
 #endif
-        std::memcpy(codes + i, &small, sizeof small);
-        totals += integers;
+        result.totals += integers;
     }
-    return totals;
+    return result;
 }
 
-// LANES groups at a time. Numbers that are not finite, or have such a range, make the scale of their group nan, and
-// with it all results of their row.
+// Writes 4 codes of one group, 4 of the other, and so on.
+inline void store_in_turn(int8_t *to, const GroupCodes &a, const GroupCodes &b) {
+    SmallInts lower, upper;
+    for (int i = 0; i < LANES; i++) {
+        const int word = i / 4, behind = word + LANES / 4;
+        lower[i] = word % 2 * LANES + word / 2 * 4 + i % 4;
+        upper[i] = behind % 2 * LANES + behind / 2 * 4 + i % 4;
+    }
+    for (int i = 0; i < GROUP / LANES; i++) {
+        const SmallInts first = __builtin_shuffle(a.codes[i], b.codes[i], lower);
+        const SmallInts second = __builtin_shuffle(a.codes[i], b.codes[i], upper);
+        std::memcpy(to + 2 * i * LANES, &first, LANES);
+        std::memcpy(to + (2 * i + 1) * LANES, &second, LANES);
+    }
+}
+
+constexpr float LARGEST_CODE = 127.0f, LARGEST_SCALE = 32767.0f;
+constexpr float OFFSET_STEP = 1 << 7, SUM_STEP = GROUP * OFFSET_STEP;  // in the unit of the row
+constexpr float TINY = 1e-30f;
+
+// LANES groups at a time. If a number is not finite, the unit is nan, and with it all results of the row.
 inline void quantize_row(const Element *x, int64_t row, const Weight &w, const Activations &to) {
-    const int64_t groups = w.inputs / GROUP;
-    for_lanes(groups, [&](int64_t first, int count) {
-        const int64_t at = row * groups + first;
-        Floats highs[LANES]{}, lows[LANES]{};
+    const float largest = largest_magnitude(x, w.inputs);
+    // The scale of a group is the distance of its numbers from the offset, which may be rounded away from them.
+    const float unit = std::max(largest, TINY) * (1.0f + 0x1p-14f) / (LARGEST_CODE * LARGEST_SCALE);
+    const float per_unit = 1.0f / unit, offset_step = OFFSET_STEP * unit, per_offset_step = 1.0f / offset_step;
+    to.units[row] = largest < INFINITY ? unit * float(1 << 15) : NAN;
+    if (!(largest < INFINITY)) return;
+    for_lanes(w.inputs / GROUP, [&](int64_t first, int count) {
+        Floats highs[LANES], lows[LANES];
         for (int i = 0; i < count; i++) find_range(x + (first + i) * GROUP, highs[i], lows[i]);
-        const Floats lowest = -combine_each(lows, larger), range = combine_each(highs, larger) - lowest;
-        const auto varies = range > 1e-30f, is_finite = range < INFINITY;
-        const Floats scale = is_finite ? varies ? range / 255.0f : Floats{} : all(NAN);
-        float begins[LANES], factors[LANES];
-        store_lanes(begins, lowest);
-        store_lanes(factors, is_finite ? varies ? 255.0f / range : Floats{} : all(NAN));
-        Ints totals[LANES]{};
-        for (int i = 0; i < count; i++)
-            if (factors[i] == factors[i])  // else the codes may be anything
-                totals[i] = quantize_group(x + (first + i) * GROUP, begins[i], factors[i], to.codes + (at + i) * GROUP);
-        const Ints total = combine_each(totals, [](Ints a, Ints b) { return a + b; }), start = -w.zero * total;
-        store_lanes(to.scales + at, scale, count);
-        store_lanes(to.offsets + at, lowest + 128.0f * scale, count);
-        store_lanes(to.sums + at, scale * __builtin_convertvector(total, Floats), count);
-        std::memcpy(to.starts + at, &start, count * sizeof(int32_t));
+        for (int i = count; i < LANES; i++) highs[i] = lows[i] = Floats{};
+        const Floats high = combine_each(highs, larger), low = -combine_each(lows, larger);
+        const Floats offset_steps = rounded_product(high * 0.5f + low * 0.5f, per_offset_step);
+        const Floats above = multiply_add(offset_steps, all(-offset_step), high);
+        const Floats below = multiply_add(offset_steps, all(offset_step), -low), range = larger(above, below);
+        const auto varies = range > TINY;
+        float offsets[LANES], factors[LANES];
+        store_lanes(offsets, offset_steps * offset_step);
+        asm("" : "+m"(offsets));  // else GCC may fuse these products with differences, and round them only once
+        store_lanes(factors, varies ? LARGEST_CODE / range : Floats{});
+        RowPair *pairs = to.pairs + row * num_pairs(w) + first / 2;
+        Ints totals[LANES];
+        const auto quantized = [&](int i) {
+            const GroupCodes group = quantize_group(x + (first + i) * GROUP, offsets[i], factors[i]);
+            totals[i] = group.totals;
+            return group;
+        };
+        for (int i = 0; i < count; i += 2) {
+            const GroupCodes group = quantized(i);
+            store_in_turn(pairs[i / 2].codes, group, i + 1 < count ? quantized(i + 1) : group);
+        }
+        for (int i = count; i < LANES; i++) totals[i] = Ints{};
+        const Ints total = combine_each(totals, [](Ints a, Ints b) { return a + b; });
+        const Ints start = (1 << dropped_bits(w.bits) >> 1) - zero_of(w.bits) * total;
+        const Floats scale = varies ? range / LARGEST_CODE : Floats{};
+        const Floats sum = scale * (1.0f / SUM_STEP) * __builtin_convertvector(total, Floats);
+        int16_t scales[LANES], rounded_offsets[LANES], sums[LANES];
+        store_lanes(scales, rounded_product(scale, per_unit));
+        store_lanes(rounded_offsets, offset_steps);
+        store_lanes(sums, rounded_product(sum, per_unit) + offset_steps);
+        for (int i = 0; i < count; i += 2) {
+            RowPair &pair = pairs[i / 2];
+            std::memcpy(pair.starts, (const int32_t *)&start + i, sizeof pair.starts);
+            std::memcpy(pair.scales, scales + i, sizeof pair.scales);
+            std::memcpy(pair.offsets, rounded_offsets + i, sizeof pair.offsets);
+            std::memcpy(pair.sums, sums + i, sizeof pair.sums);
+        }
     });
 }
 

@@ -42,6 +42,7 @@ using Floats = float __attribute__((vector_size(4 * LANES)));
 using Ints = int32_t __attribute__((vector_size(4 * LANES)));
 using Words = uint32_t __attribute__((vector_size(4 * LANES)));
 using Halves = uint16_t __attribute__((vector_size(2 * LANES)));
+using ShortInts = int16_t __attribute__((vector_size(2 * LANES)));
 using SmallInts = int8_t __attribute__((vector_size(LANES)));
 
 struct bfloat16 {
@@ -81,6 +82,9 @@ inline void narrow(Floats v, Halves &to) {  // to the nearest, ties to even
     const Words bits = (Words)v, rounded = bits + 0x7fff + ((bits >> 16) & 1);
     to = __builtin_convertvector((v == v ? rounded : bits | 0x400000) >> 16, Halves);  // nan may carry into infinity
 }
+inline void narrow(Floats v, ShortInts &to) {  // of integers
+    to = __builtin_convertvector(__builtin_convertvector(v, Ints), ShortInts);
+}
 
 template <class T>
 struct Row;  // elements as they lie in memory
@@ -95,6 +99,10 @@ struct Row<bfloat16> {
 template <>
 struct Row<int8_t> {
     using type = SmallInts;
+};
+template <>
+struct Row<int16_t> {
+    using type = ShortInts;
 };
 
 template <class T>
@@ -119,12 +127,34 @@ inline void for_lanes(int64_t size, Body body) {
 }
 
 inline Floats all(float x) { return x - Floats{}; }
-inline Floats larger(Floats a, Floats b) { return a < b ? b : a; }
+inline Floats larger(Floats a, Floats b) {  // `a` if one of them is nan
+#if INSTRUCTIONS >= AVX512
+    return (Floats)_mm512_max_ps((__m512)b, (__m512)a);
+#elif INSTRUCTIONS == AVX2
+    return (Floats)_mm256_max_ps((__m256)b, (__m256)a);
+#else
+    return a < b ? b : a;
+#endif
+}
+
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if INSTRUCTIONS >= AVX512
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif INSTRUCTIONS == AVX2
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FP_FAST_FMAF)
+    Floats result;
+    for (int i = 0; i < LANES; i++) result[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return result;
+#else
+    return a * b + c;
+#endif
+}
 
 // The nearest integers, ties to even, of products below 2 ** 22; where the CPU can, the products are not rounded before.
 inline Floats rounded_product(Floats v, float factor) {
     const Floats shift = all(12582912.0f);  // 1.5 * 2 ** 23
-    return v * factor + shift - shift;
+    return multiply_add(v, all(factor), shift) - shift;
 }
 
 // Half of a vector: the lower one, or the upper one.
@@ -141,7 +171,7 @@ inline auto half(Vector v) {
 }
 
 template <class Vector>
-inline float largest_of(Vector v) {
+inline auto largest_of(Vector v) {
     if constexpr (sizeof v > 16) {
         const auto a = half<Vector, false>(v), b = half<Vector, true>(v);
         return largest_of(a < b ? b : a);
@@ -151,6 +181,7 @@ inline float largest_of(Vector v) {
 }
 
 inline float largest(Floats v) { return largest_of(v); }
+inline int32_t largest(Ints v) { return largest_of(v); }
 
 template <class Vector>
 inline auto sum_of(Vector v) {

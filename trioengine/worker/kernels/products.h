@@ -31,7 +31,7 @@ void product_task(const Inputs &x, const Weight &w, int64_t row, int64_t end, in
 namespace {
 
 // Tasks of a block of rows, each of some outputs.
-inline int64_t num_tasks(const Weight &w) { return w.bits > 0 ? num_pieces(w) : num_streams(w.outputs); }
+inline int64_t num_tasks(const Weight &w) { return w.bits > 0 ? num_panels(w) : num_streams(w.outputs); }
 
 // The threads of a parallel region take tasks from one counter, and wait for the last. out [rows, outputs].
 inline void product(const Inputs &x, const Weight &w, int64_t rows, const Results &out) {

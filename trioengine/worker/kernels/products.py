@@ -15,9 +15,10 @@ from torch import Tensor
 
 from trioengine.core.errors import InvariantError
 from trioengine.worker.kernels.addresses import address
-from trioengine.worker.kernels.integer_weights import GROUP, IntegerWeight, pack_integers
+from trioengine.worker.kernels.integer_weights import IntegerWeight, num_pairs, pack_integers
 
 ROW_GROUP = 4  # floats.h's, or more
+PAIR_SIZE = 88  # bytes of integers.h's RowPair
 _ADDRESS, _COUNT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "packed_size": (_COUNT, _COUNT),
@@ -32,11 +33,11 @@ class WeightAddress(ctypes.Structure):
 
     _fields_ = (
         ("data", _ADDRESS),
+        ("units", _ADDRESS),
         ("bias", _ADDRESS),
         ("outputs", _COUNT),
         ("inputs", _COUNT),
         ("bits", _INT),
-        ("zero", _INT),
         ("has_minima", ctypes.c_bool),
     )
 
@@ -44,7 +45,7 @@ class WeightAddress(ctypes.Structure):
 class InputsAddress(ctypes.Structure):
     """products.h's Inputs."""
 
-    _fields_ = tuple((name, _ADDRESS) for name in ("codes", "scales", "offsets", "sums", "starts", "values"))
+    _fields_ = tuple((name, _ADDRESS) for name in ("pairs", "units", "values"))
 
 
 @dataclass(slots=True)
@@ -102,17 +103,18 @@ class Products:
         outputs, inputs = weight.shape
         packed = torch.empty(self.native.packed_size(outputs, inputs), dtype=torch.uint8)
         self.native.pack(address(weight, self.dtype), outputs, inputs, packed.data_ptr())
-        place = WeightAddress(packed.data_ptr(), self._bias(bias, outputs), outputs, inputs, 0, 0, False)
-        return NativeLinear(self, place, packed, bias, out_dtype)
+        place = WeightAddress(packed.data_ptr(), None, self._bias(bias, outputs), outputs, inputs, 0, False)
+        return NativeLinear(self, place, (packed, bias), out_dtype)
 
     def make_integer(
         self, weight: IntegerWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> NativeLinear:
         """The layer of a weight of which `can_multiply`."""
-        packed, (outputs, inputs) = pack_integers(weight), weight.codes.shape
-        form = weight.bits, weight.zero, weight.minima is not None
-        place = WeightAddress(packed.data_ptr(), self._bias(bias, outputs), outputs, inputs, *form)
-        return NativeLinear(self, place, packed, bias, out_dtype)
+        weight = weight.with_bits(4 if weight.bits == 4 else 8)
+        (packed, units), (outputs, inputs) = pack_integers(weight), weight.codes.shape
+        place = WeightAddress(packed.data_ptr(), units.data_ptr(), self._bias(bias, outputs), outputs, inputs)
+        place.bits, place.has_minima = weight.bits, weight.minima is not None
+        return NativeLinear(self, place, (packed, units, bias), out_dtype)
 
     def _bias(self, bias: Tensor | None, outputs: int) -> int | None:
         if bias is not None and bias.shape != (outputs,):
@@ -140,11 +142,9 @@ class Scratch:
 
     def reserve_inputs(self, rows: int, columns: int) -> InputsAddress:
         """Room for `rows` rows of at most `columns` columns, prepared for any product."""
-        groups = rows * (columns // GROUP)
         return InputsAddress(
-            self.reserve("codes", rows * columns, torch.int8),
-            *(self.reserve(name, groups, torch.float32) for name in ("scales", "offsets", "sums")),
-            self.reserve("sum_starts", groups, torch.int32),
+            self.reserve("pairs", rows * num_pairs(columns) * PAIR_SIZE, torch.uint8),
+            self.reserve("units", rows, torch.float32),
             self.reserve("values", (rows + ROW_GROUP - 1) * (columns + 1), torch.float32),
         )
 
@@ -160,11 +160,10 @@ class NativeLinear:
         self,
         products: Products,
         place: WeightAddress,
-        packed: Tensor,
-        bias: Tensor | None,
+        memory: tuple[Tensor | None, ...],
         out_dtype: torch.dtype | None,
     ) -> None:
-        """`place` has the addresses of the packed weight and of the bias; results are of `out_dtype`, or the dtype."""
+        """`place` has addresses in `memory`, the packed weight first; results are of `out_dtype`, or the dtype."""
         self.products, self.address = products, place
         self._out_dtype = out_dtype or products.dtype
         if self._out_dtype not in (products.dtype, torch.float32):
@@ -172,8 +171,8 @@ class NativeLinear:
         has_floats = self._out_dtype == torch.float32
         self._run = products.native.linear_to_floats if has_floats else products.native.linear
         self.out_features, self.in_features = int(place.outputs), int(place.inputs)
-        self.weight_bytes, self.is_integer = packed.nbytes, bool(place.bits)
-        self._memory = packed, bias
+        self.weight_bytes, self.is_integer = sum(part.nbytes for part in memory if part is not None), bool(place.bits)
+        self._memory = memory
 
     def __call__(self, x: Tensor) -> Tensor:
         products, rows = self.products, len(x)

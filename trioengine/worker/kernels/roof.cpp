@@ -37,7 +37,7 @@ int64_t multiply_integers(int64_t rounds, int64_t threads) {
         for (int i = 0; i < CHAINS; i++) weights[i] = Bytes{} + uint8_t((thread + i) % 15 + 1);
         for (int64_t round = 0; round < rounds; round++)
 #pragma GCC unroll 8
-            for (int i = 0; i < CHAINS; i++) sums[i] = dot(sums[i], weights[i], int32_t(round));
+            for (int i = 0; i < CHAINS; i++) sums[i] = dot(sums[i], weights[i], round);
         for (int i = 0; i < CHAINS; i++) total += sums[i][0];
     }
     return total;

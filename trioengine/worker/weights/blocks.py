@@ -27,8 +27,7 @@ _PARTS = 8  # of a block of 256 columns
 def read_integers(data: memoryview, kind: str, shape: tuple[int, ...]) -> IntegerWeight | None:
     """Read the matrix of `shape` as integers; None for a type without them, or another rank than 2.
 
-    Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are read exactly. Of Q4_K and Q5_K the products of two scales are rounded to
-    float16. Q6_K, whose scales are for 16 columns, is quantized again, to 8 bits.
+    They are read exactly, except Q6_K, whose scales are for 16 columns: it is quantized again, to 8 bits.
     """
     if len(shape) != 2 or kind not in INTEGER_KINDS:
         return None
@@ -82,12 +81,12 @@ def _q4_1(blocks: Array) -> _Parts:
 
 def _q5_0(blocks: Array) -> _Parts:
     codes = _halves(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
-    return codes, _numbers(blocks, 1)[0], None, 16, 8
+    return codes, _numbers(blocks, 1)[0], None, 16, 5
 
 
 def _q5_1(blocks: Array) -> _Parts:
     scales, minima = _numbers(blocks, 2)
-    return _halves(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8]), scales, minima, 0, 8
+    return _halves(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8]), scales, minima, 0, 5
 
 
 def _q8_0(blocks: Array) -> _Parts:
@@ -101,7 +100,7 @@ def _q4_k(blocks: Array) -> _Parts:
 def _q5_k(blocks: Array) -> _Parts:
     high = blocks[..., 16:48, None] >> np.arange(_PARTS, dtype=np.uint8) & 1  # a bit for each part
     codes = _parts(blocks[..., 48:]) | np.moveaxis(high, -1, -2).reshape(*blocks.shape[:-1], -1) << 4
-    return codes, *_scales_and_minima(blocks), 0, 8
+    return codes, *_scales_and_minima(blocks), 0, 5
 
 
 _READERS: dict[str, Callable[[Array], _Parts]] = {
@@ -114,7 +113,7 @@ _READERS: dict[str, Callable[[Array], _Parts]] = {
     "Q5_K": _q5_k,
 }
 INTEGER_KINDS = frozenset((*_READERS, "Q6_K"))
-EXACT_KINDS = INTEGER_KINDS - {"Q4_K", "Q5_K", "Q6_K"}  # whose numbers the integers have
+EXACT_KINDS = frozenset(_READERS)  # whose numbers the integers have
 
 
 def _numbers(blocks: Array, count: int) -> list[Array]:
@@ -151,5 +150,5 @@ def _scales_and_minima(blocks: Array) -> tuple[Array, Array]:
 
 
 def _factors(values: Array) -> torch.Tensor:
-    """[rows, columns / GROUP] of float32, rounded to float16."""
-    return torch.from_numpy(np.ascontiguousarray(values).reshape(len(values), -1)).half().float()
+    """[rows, columns / GROUP], float32."""
+    return torch.from_numpy(np.ascontiguousarray(values).reshape(len(values), -1))

@@ -83,7 +83,7 @@ class LinearOptions:
 
     def of_integers(self, weight: IntegerWeight | None, bias: Tensor | None = None) -> Linear | None:
         """A layer of integers that are stored; None where products do not take them."""
-        if self.products is None or weight is None or not can_multiply(weight.codes.shape) or not weight.fits_float16:
+        if self.products is None or weight is None or not can_multiply(weight.codes.shape) or not weight.is_finite:
             return None
         return self.products.make_integer(weight, bias, self.out_dtype)
 
