@@ -52,7 +52,8 @@ def test_the_parts(path):
         "down": (2 * (2 * tokens + sampled) * 96 * 64, 0),
         "head": (0, 2 * sampled * 64 * 200),
     }
-    assert parts["qkv"]["weight_bytes"] == 4 * 3 * 128 * (64 + 2 * 2 * 2)  # codes, and two factors for each 32
+    # Of an output: its codes, two factors for each 32, and its unit.
+    assert parts["qkv"]["weight_bytes"] == 4 * 3 * 128 * (64 + 2 * 2 * 2 + 4)
 
 
 def test_the_table(path):

@@ -159,7 +159,7 @@ void integer_tile(const Activations &x, const Weight &w, int64_t row, int64_t pa
         const int64_t column = panel * PANEL + i * LANES;
         const Floats units = load(w.units + column), bias = w.bias == nullptr ? Floats{} : load(w.bias + column);
         for (int r = 0; r < COUNT; r++)
-            out.store((row + r) * w.outputs + column, results[i][r] * (units * x.units[row + r]) + bias);
+            out.store((row + r) * w.outputs + column, multiply_add(results[i][r] * units, all(x.units[row + r]), bias));
     }
 }
 
