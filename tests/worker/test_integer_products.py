@@ -94,12 +94,12 @@ def quantized_rows(x):
     offsets = (float32((high + low) / 2) * float32(1 / offset_unit)).round()
     middle = offsets * offset_unit
     ranges = float32(torch.maximum(high - middle, middle - low))
-    varies = ranges > 1e-30
-    factors = float32(torch.where(varies, 127 / ranges, 0.0))
+    scales = float32(ranges * float32(float32(1 / units) / 127) + 0.5).round()
+    factors = torch.where(scales > 0, float32(1 / float32(scales * units)), 0.0)
     codes = (float32(groups - float32(middle)[..., None]) * factors[..., None]).round()
-    scales, per_unit = torch.where(varies, float32(ranges / 127), 0.0), float32(1 / units)
-    sums = (float32(scales / 4096 * codes.sum(dim=-1)) * per_unit).round() + offsets
-    return units, codes, (scales * per_unit).round(), offsets, sums
+    assert codes.abs().max() <= 127 and scales.max() <= 32767
+    sums = (float32(scales * codes.sum(dim=-1)) / 4096).round() + offsets
+    return units, codes, scales, offsets, sums
 
 
 def quantized_weight(weight):
@@ -110,9 +110,11 @@ def quantized_weight(weight):
     minima = -weight.zero * scales if weight.minima is None else weight.minima.double()
     minima = float32(minima + middle * scales)
     largest = float32((middle * scales.abs() + minima.abs()).amax(dim=1, keepdim=True))
-    units = float32(torch.where(largest > 0, largest / (8 * 32767), 1.0))
-    factors = scales * (middle / 8), float32(codes.sum(dim=-1) * scales) / 256, minima / 8
-    return units, *(float32(values / units).round() for values in factors)
+    units = float32(largest / (8 * 32767)).clamp(min=1e-30)
+    scales = float32(scales / units)
+    factors = [scales * (middle / 8), float32(scales * codes.sum(dim=-1) / 256), float32(minima / units) / 8]
+    assert all(values.abs().max() <= 32767.4 for values in factors)
+    return units, *(values.round() for values in factors)
 
 
 def reference(x, weight, bias):
@@ -293,6 +295,46 @@ def test_an_input_of_another_dtype_is_refused():
         make_products(torch.float32).make_integer(weight)(torch.zeros(1, 64).bfloat16())
     with pytest.raises(InvariantError, match=r"a product of 64 columns in torch\.float32 got \[2, 32\]"):
         make_products(torch.float32).make_integer(weight)(torch.zeros(2, 32))
+
+
+@pytest.mark.parametrize("size", [2e33, 3e-38])
+def test_huge_and_tiny_weights(size):
+    """Their factors have 16 bits."""
+    weight = to_integers(size * torch.randn(16, 96))
+    x = torch.randn(3, 96)
+    expected = x.double() @ weight.dequantize().double().t()
+    found = make_products(torch.float32).make_integer(weight)(x).double()
+    assert (found - expected).abs().max() <= max(1e-2 * expected.abs().max(), 1e-31)
+
+
+def test_the_largest_activations():
+    weight = to_integers(1e-3 * torch.randn(16, 96))
+    x = torch.randn(2, 96) * 1e37
+    x[1, 0] = torch.finfo(torch.float32).max
+    found = make_products(torch.float32).make_integer(weight)(x)
+    expected = x[0].double() @ weight.dequantize().double().t()
+    assert (found[0].double() - expected).abs().max() <= 1e-2 * expected.abs().max()
+    assert not found[1].isfinite().any()  # its unit has no room for the rounding of offsets
+
+
+def test_a_zero_without_minima():
+    codes = torch.randint(0, 16, (16, 64), dtype=torch.uint8)
+    weight, x = IntegerWeight(codes, torch.ones(16, 2), None, 0, 4), torch.randn(3, 64)
+    expected = x.double() @ codes.double().t()
+    found = make_products(torch.float32).make_integer(weight)(x)
+    assert (found.double() - expected).abs().max() <= 1e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("outlier", [30, 300])
+def test_small_groups_beside_an_outlier_that_has_no_weight(outlier):
+    values = torch.randn(64, 576)
+    values[:, :GROUP] = 0
+    weight = to_integers(values)
+    x = torch.randn(100, 576)
+    x[:, 7] = outlier
+    expected = x.double() @ weight.dequantize().double().t()
+    found = make_products(torch.float32).make_integer(weight)(x).double()
+    assert (found - expected).pow(2).mean().sqrt() <= 0.02 * expected.pow(2).mean().sqrt()
 
 
 def test_weights_that_are_not_finite_are_found():

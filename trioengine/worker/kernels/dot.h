@@ -18,8 +18,8 @@ using Longs = int64_t __attribute__((vector_size(4 * LANES)));
 constexpr int CODE_BITS = 8;  // of the codes that `dot` multiplies, at most
 using Sums = Ints;
 
-// For each lane the products of 4 unsigned codes of the weight and 4 codes of a row, which has 4 for even lanes, and 4 for
-// odd ones.
+// For each lane the products of 4 unsigned codes of the weight and 4 codes of a row: its lower four codes are for even
+// lanes, the upper ones for odd lanes.
 inline Sums dot(Sums sums, Bytes weight, int64_t row) {
 #if INSTRUCTIONS >= VNNI
     return (Sums)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weight, _mm512_set1_epi64(row));
@@ -83,9 +83,9 @@ inline Words add_products(Words sums, Words weight, uint32_t row) {
 #endif
 }
 
-// Products of integers, which even and odd lanes have in turn, and of their scales, added in twos. A word of scales is two
-// numbers of 16 bits, of the weight and of a row; their product is divided by 2 ** 15, to the nearest. Of 4 lanes of results
-// two are of the first integers, and two of the second.
+// Multiplies integers by their scales, and adds neighbours: even lanes are one group, odd lanes the other. A word has the
+// scales of both groups, 16 bits each, of the weight or of a row. The product of two scales is divided by 2 ** 15, to the
+// nearest. Of 4 lanes of results two are of the first integers, and two of the second.
 inline Words scaled(Ints first, Ints second, Words weight, uint32_t row) {
 #if INSTRUCTIONS >= AVX512
     const __m512i scales = _mm512_mulhrs_epi16((__m512i)weight, _mm512_set1_epi32(int(row)));

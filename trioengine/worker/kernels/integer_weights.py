@@ -20,6 +20,7 @@ _ALIGNMENT = 64  # bytes: a step's codes are one line of the cache
 _LARGEST_CODE = 127  # of a code of 8 bits with a sign
 _ZERO = 128  # that makes it positive
 _LARGEST = 8 * 32_767  # weight of an output, in its unit
+_TINY = 1e-30  # of such a unit: less would be subnormal
 _MIDDLE = 8  # of the codes for which sums have 16 bits; others are shortened
 _TOTAL_STEP, _MINIMUM_STEP = 1 << 8, 1 << 3  # of integers.h, in an output's unit
 
@@ -36,8 +37,11 @@ class IntegerWeight:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all scales and minima are."""
-        return bool(self.scales.isfinite().all()) and (self.minima is None or bool(self.minima.isfinite().all()))
+        """Whether all weights are, also counted from another zero."""
+        largest = self.scales.abs() * (1 << self.bits)
+        if self.minima is not None:
+            largest = largest + self.minima.abs()
+        return bool(largest.isfinite().all())
 
     def dequantize(self) -> Tensor:
         """[rows, columns], float32."""
@@ -139,16 +143,21 @@ def pack_integers(weight: IntegerWeight) -> tuple[Tensor, Tensor]:
 def _pack_rows(weight: IntegerWeight) -> tuple[Tensor, Tensor]:
     """The bytes and the units of whole panels, whose codes are counted from the middle."""
     middle = 1 << (weight.bits - 1)
-    counts = weight.codes.view(len(weight.codes), -1, GROUP).sum(dim=-1, dtype=torch.int32) - GROUP * middle
-    factors = [weight.scales * (middle / _MIDDLE), weight.scales * counts / _TOTAL_STEP]
     largest = middle * weight.scales.abs()  # weights of a group
+    minima = None
     if weight.minima is not None:
         minima = weight.minima + (middle - weight.zero) * weight.scales
-        factors.append(minima / _MINIMUM_STEP)
         largest = largest + minima.abs()
-    units = largest.amax(dim=1, keepdim=True) / _LARGEST
-    units = torch.where(units > 0, units, 1.0)
-    packed = [_pack_codes(weight), *(_pack_factors(values / units) for values in factors)]
+    units = (largest.amax(dim=1, keepdim=True) / _LARGEST).clamp(min=_TINY)
+    scales = weight.scales / units
+    counts = weight.codes.view(len(weight.codes), -1, GROUP).sum(dim=-1, dtype=torch.int32) - GROUP * middle
+    packed = [
+        _pack_codes(weight),
+        _pack_factors(scales * (middle / _MIDDLE)),
+        _pack_factors(scales * (counts / _TOTAL_STEP)),
+    ]
+    if minima is not None:
+        packed.append(_pack_factors(minima / units / _MINIMUM_STEP))
     return torch.cat(packed, dim=2).flatten(), units.squeeze(1)
 
 

@@ -1,18 +1,20 @@
 // Matrix products of integers. Activations are quantized to 8 bits in groups of 32 columns, and multiplied with the codes
 // of the weights. All other factors are integers of 16 bits, so that the sum of two groups is an integer, which is exact.
 // These integers are added in float32 in their order, for every row and in every tile alike. So a row has the same bits
-// whatever rows are beside it, with any number of threads, and with any instructions.
+// whatever rows are beside it, and with any number of threads; in float32 also with any instructions, where the CPU has
+// fused multiply-add.
 //
 // In a group a weight is scale * (code - zero) + minimum, where zero is the middle of all codes; an activation is about
 // row_scale * row_code + offset. The sum of their products has three terms:
 //     scale * row_scale * sum((code - zero) * row_code) + total * offset + minimum * sum
 // where total is the sum of scale * (code - zero), and sum that of the activations.
 //
-// Each output has a unit, in which its largest possible weight has 18 bits, and each row has one, in which its largest
-// activation has 22. Factors are rounded to the upper bits of these numbers; the terms then lack 15 bits each, and can be
-// added. The missing bits are: of scale and row_scale none, but 15 of their product; of total 8, of offset 7; of minimum 3,
-// of sum 12. The 64 products of two groups have 18 + 22 + 6 - 15 bits at most, which fit a word. If codes have 8 bits,
-// sums of products are shortened by 4 bits, for which scales are 16 times as large.
+// Each output has a unit, in which its largest possible weight is about 2 ** 18, and each row has one, in which its largest
+// activation is about 2 ** 22. In these units every factor is a multiple of a step, and fits 16 bits:
+//     scale 1, row_scale 1; total 2 ** 8, offset 2 ** 7; minimum 2 ** 3, sum 2 ** 12
+// The product of the two scales is divided by 2 ** 15. So all three terms count in 2 ** 15, and can be added. Two groups
+// are 64 products, 2 ** (18 + 22 + 6 - 15) at most, which fit a word. If codes have 8 bits, the sums of their products are
+// divided by 16, and scales are multiplied by 16.
 //
 // A weight lies in panels of 16 outputs. A pair of groups of a panel is 8 steps of 16 outputs x 2 groups x 4 columns, each
 // of 128 bytes; with 4 bits two steps share them, the first in the low halves. Behind the codes are the scales of both
@@ -249,11 +251,11 @@ constexpr float TINY = 1e-30f;
 // LANES groups at a time. If a number is not finite, the unit is nan, and with it all results of the row.
 inline void quantize_row(const Element *x, int64_t row, const Weight &w, const Activations &to) {
     const float largest = largest_magnitude(x, w.inputs);
-    // The scale of a group is the distance of its numbers from the offset, which may be rounded away from them.
+    // Scales are rounded up, and offsets before them, so that no group has larger codes.
     const float unit = std::max(largest, TINY) * (1.0f + 0x1p-14f) / (LARGEST_CODE * LARGEST_SCALE);
-    const float per_unit = 1.0f / unit, offset_step = OFFSET_STEP * unit, per_offset_step = 1.0f / offset_step;
-    to.units[row] = largest < INFINITY ? unit * float(1 << 15) : NAN;
-    if (!(largest < INFINITY)) return;
+    to.units[row] = unit < INFINITY ? unit * float(1 << 15) : NAN;
+    if (!(unit < INFINITY)) return;  // any old numbers of the row will do
+    const float per_code = 1.0f / unit / LARGEST_CODE, offset_step = OFFSET_STEP * unit, per_offset_step = 1.0f / offset_step;
     for_lanes(w.inputs / GROUP, [&](int64_t first, int count) {
         Floats highs[LANES], lows[LANES];
         for (int i = 0; i < count; i++) find_range(x + (first + i) * GROUP, highs[i], lows[i]);
@@ -262,11 +264,11 @@ inline void quantize_row(const Element *x, int64_t row, const Weight &w, const A
         const Floats offset_steps = rounded_product(high * 0.5f + low * 0.5f, per_offset_step);
         const Floats above = multiply_add(offset_steps, all(-offset_step), high);
         const Floats below = multiply_add(offset_steps, all(offset_step), -low), range = larger(above, below);
-        const auto varies = range > TINY;
+        const Floats scale = rounded_product(multiply_add(range, all(per_code), all(0.5f)), 1.0f);
         float offsets[LANES], factors[LANES];
         store_lanes(offsets, offset_steps * offset_step);
         asm("" : "+m"(offsets));  // else GCC may fuse these products with differences, and round them only once
-        store_lanes(factors, varies ? LARGEST_CODE / range : Floats{});
+        store_lanes(factors, scale > 0.0f ? 1.0f / (scale * unit) : Floats{});
         RowPair *pairs = to.pairs + row * num_pairs(w) + first / 2;
         Ints totals[LANES];
         const auto quantized = [&](int i) {
@@ -281,12 +283,11 @@ inline void quantize_row(const Element *x, int64_t row, const Weight &w, const A
         for (int i = count; i < LANES; i++) totals[i] = Ints{};
         const Ints total = combine_each(totals, [](Ints a, Ints b) { return a + b; });
         const Ints start = (1 << dropped_bits(w.bits) >> 1) - zero_of(w.bits) * total;
-        const Floats scale = varies ? range / LARGEST_CODE : Floats{};
-        const Floats sum = scale * (1.0f / SUM_STEP) * __builtin_convertvector(total, Floats);
+        const Floats sum = scale * __builtin_convertvector(total, Floats);
         int16_t scales[LANES], rounded_offsets[LANES], sums[LANES];
-        store_lanes(scales, rounded_product(scale, per_unit));
+        store_lanes(scales, scale);
         store_lanes(rounded_offsets, offset_steps);
-        store_lanes(sums, rounded_product(sum, per_unit) + offset_steps);
+        store_lanes(sums, rounded_product(sum, 1.0f / SUM_STEP) + offset_steps);
         for (int i = 0; i < count; i += 2) {
             RowPair &pair = pairs[i / 2];
             std::memcpy(pair.starts, (const int32_t *)&start + i, sizeof pair.starts);

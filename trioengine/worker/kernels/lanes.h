@@ -29,7 +29,7 @@
 #define INSTRUCTIONS VNNI
 #elif AT_MOST >= AVX512 && defined(__AVX512BW__)
 #define INSTRUCTIONS AVX512
-#elif AT_MOST >= AVX2 && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#elif AT_MOST >= AVX2 && defined(__AVX2__) && defined(__FMA__)
 #define INSTRUCTIONS AVX2
 #else
 #define INSTRUCTIONS 0

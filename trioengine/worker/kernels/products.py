@@ -111,6 +111,8 @@ class Products:
     ) -> NativeLinear:
         """The layer of a weight of which `can_multiply`."""
         weight = weight.with_bits(4 if weight.bits == 4 else 8)
+        if weight.minima is None and weight.zero != 1 << (weight.bits - 1):
+            weight = weight.with_minima()
         (packed, units), (outputs, inputs) = pack_integers(weight), weight.codes.shape
         place = WeightAddress(packed.data_ptr(), units.data_ptr(), self._bias(bias, outputs), outputs, inputs)
         place.bits, place.has_minima = weight.bits, weight.minima is not None

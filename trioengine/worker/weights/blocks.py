@@ -27,7 +27,7 @@ _PARTS = 8  # of a block of 256 columns
 def read_integers(data: memoryview, kind: str, shape: tuple[int, ...]) -> IntegerWeight | None:
     """Read the matrix of `shape` as integers; None for a type without them, or another rank than 2.
 
-    They are read exactly, except Q6_K, whose scales are for 16 columns: it is quantized again, to 8 bits.
+    All types are read exactly, except Q6_K, whose scales are for 16 columns: it is quantized again, to 8 bits.
     """
     if len(shape) != 2 or kind not in INTEGER_KINDS:
         return None
