@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn.functional import pad
 
 from trioengine.worker.kernels.linear import joined
 
@@ -165,7 +165,7 @@ def _pack_codes(weight: IntegerWeight) -> Tensor:
     """[panels, pairs of groups, bytes]."""
     rows, columns = weight.codes.shape
     pairs = num_pairs(columns)
-    words = F.pad(weight.codes, (0, 2 * GROUP * pairs - columns)).view(torch.int32)  # of 4 codes
+    words = pad(weight.codes, (0, 2 * GROUP * pairs - columns)).view(torch.int32)  # of 4 codes
     words = words.view(rows // PANEL, _CHUNKS, 2, 2, pairs, 2, GROUP // 4)  # two registers of two outputs of a chunk
     steps = words.permute(0, 4, 6, 2, 1, 3, 5).contiguous().view(torch.uint8).flatten(3)
     if weight.bits == 4:
@@ -176,5 +176,5 @@ def _pack_codes(weight: IntegerWeight) -> Tensor:
 def _pack_factors(values: Tensor) -> Tensor:
     """[rows, groups], rounded -> [panels, pairs of groups, 4 * PANEL] bytes."""
     rows, groups = values.shape
-    pairs = F.pad(values.round().short(), (0, groups % 2)).view(rows // PANEL, PANEL, -1, 2)
+    pairs = pad(values.round().short(), (0, groups % 2)).view(rows // PANEL, PANEL, -1, 2)
     return pairs.transpose(1, 2).contiguous().view(torch.uint8).flatten(2)
