@@ -251,7 +251,7 @@ constexpr float TINY = 1e-30f;
 // LANES groups at a time. If a number is not finite, the unit is nan, and with it all results of the row.
 inline void quantize_row(const Element *x, int64_t row, const Weight &w, const Activations &to) {
     const float largest = largest_magnitude(x, w.inputs);
-    // Scales are rounded up, and offsets before them, so that no group has larger codes.
+    // It is a little larger than the numbers need, because an offset may be rounded away from them, and scales are rounded up.
     const float unit = std::max(largest, TINY) * (1.0f + 0x1p-14f) / (LARGEST_CODE * LARGEST_SCALE);
     to.units[row] = unit < INFINITY ? unit * float(1 << 15) : NAN;
     if (!(unit < INFINITY)) return;  // any old numbers of the row will do
