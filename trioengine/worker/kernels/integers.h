@@ -251,11 +251,12 @@ constexpr float TINY = 1e-30f;
 // LANES groups at a time. If a number is not finite, the unit is nan, and with it all results of the row.
 inline void quantize_row(const Element *x, int64_t row, const Weight &w, const Activations &to) {
     const float largest = largest_magnitude(x, w.inputs);
-    // It is a little larger than the numbers need, because an offset may be rounded away from them, and scales are rounded up.
+    // A little larger than the numbers need: an offset may be rounded away from them, and scales are rounded up.
     const float unit = std::max(largest, TINY) * (1.0f + 0x1p-14f) / (LARGEST_CODE * LARGEST_SCALE);
     to.units[row] = unit < INFINITY ? unit * float(1 << 15) : NAN;
     if (!(unit < INFINITY)) return;  // any old numbers of the row will do
-    const float per_code = 1.0f / unit / LARGEST_CODE, offset_step = OFFSET_STEP * unit, per_offset_step = 1.0f / offset_step;
+    const float per_code = 1.0f / unit / LARGEST_CODE;
+    const float offset_step = OFFSET_STEP * unit, per_offset_step = 1.0f / offset_step;
     for_lanes(w.inputs / GROUP, [&](int64_t first, int count) {
         Floats highs[LANES], lows[LANES];
         for (int i = 0; i < count; i++) find_range(x + (first + i) * GROUP, highs[i], lows[i]);
