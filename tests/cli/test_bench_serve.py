@@ -240,6 +240,26 @@ async def test_what_our_server_says_of_clients_that_leave(autojump_clock):
     assert result.server.blocks_free == [pytest.approx(0.051, abs=0.002)] * 5
 
 
+async def test_the_cpu_time_of_the_servers_process(autojump_clock, capsys):
+    """Any server may have it; the request before the run does not count."""
+    seconds = iter((2.5, 2.75))
+    config = BenchConfig(num_prompts=2, random_output_len=2, leave=50)
+    result, _ = await measured(config, answer(0.1, 0.1), metrics=lambda: f"process_cpu_seconds_total {next(seconds)}\n")
+    assert result.server == ServerMeasurements(cpu_seconds=0.25)
+    summary = summarize(result.run, config.metrics, config.percentiles)
+    report = as_json_object(config, result.model, LengthUnit.WORDS, summary, result.server)
+    assert report["server_cpu_seconds"] == 0.25
+    print_table(LengthUnit.WORDS, summary, result.server)
+    each = 0.25 / summary.total_output_tokens * 1e6
+    assert f"0.25 s, {each:.1f} µs for each output token" in capsys.readouterr().out
+
+
+async def test_cpu_time_that_the_server_has_only_once(autojump_clock):
+    pages = iter(("process_cpu_seconds_total 1\n", "other 1\n"))
+    result, _ = await measured(BenchConfig(num_prompts=1), answer(0.1, 0.1), metrics=lambda: next(pages))
+    assert result.server == ServerMeasurements()
+
+
 @pytest.mark.parametrize("metrics", [None, lambda: "go_goroutines 7\n", lambda: "trioengine_x y\n"])
 async def test_a_server_without_our_metrics(autojump_clock, metrics):
     config = BenchConfig(num_prompts=2, leave=50)
@@ -252,7 +272,7 @@ async def test_blocks_that_are_never_free(autojump_clock):
     config = BenchConfig(num_prompts=1, leave=100)
 
     def metrics():
-        return page(0 if next(reads) < 2 else 0.5, (0,) * 4, 0)
+        return page(0 if next(reads) < 3 else 0.5, (0,) * 4, 0)
 
     result, _ = await measured(config, answer(0.1, 0.1), metrics=metrics)
     assert result.server.blocks_free == [float("inf")]

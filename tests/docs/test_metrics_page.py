@@ -17,8 +17,19 @@ PREFIX = "trioengine_"
 
 @pytest.fixture
 def families():
+    return [family for family in all_families() if family.name.startswith(PREFIX)]
+
+
+def all_families():
     exposition = Server(Engine(EngineConfig(model="toy"))).metrics.render().decode()
     return list(text_string_to_metric_families(exposition))
+
+
+def test_the_page_names_the_metrics_of_the_process():
+    page = (DOCS / "metrics.md").read_text()
+    names = {family.name + "_total" * (family.type == "counter") for family in all_families()}
+    of_process = {name for name in names if not name.startswith(PREFIX)}
+    assert set(re.findall(r"`(process_\w+)`", page)) == of_process != set()
 
 
 def test_the_page_is_complete(families):

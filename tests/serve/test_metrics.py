@@ -3,6 +3,7 @@
 import json
 from contextlib import AsyncExitStack
 from functools import partial
+from time import process_time
 
 import pytest
 import trio
@@ -74,17 +75,28 @@ NAMES = {
 async def test_every_name_is_there_from_the_beginning(autojump_clock, clients):
     said = await scrape(clients)
     types = {kind: {"trioengine_" + name for name in names} for kind, names in NAMES.items()}
-    assert {family.name: family.type for family in said.families} == {
+    ours = [family for family in said.families if not family.name.startswith("process_")]
+    assert {family.name: family.type for family in ours} == {
         name: kind for kind, names in types.items() for name in names
     }
     assert said.by_label("engine_sleep_state") == {"awake": 1}
     assert said.value("weight_version") == 1
     states = ("trioengine_engine_sleep_state", "trioengine_weight_version")
-    assert not any(sample.value for sample in said.samples if sample.name not in states)
+    values = {sample.name: sample.value for family in ours for sample in family.samples}
+    assert not any(values[name] for name in values.keys() - set(states))
     labels = {sample.labels["finished_reason"] for sample in said.samples if "finished_reason" in sample.labels}
     assert labels == {reason.value for reason in FinishReason}
     labels = {sample.labels["cause"] for sample in said.samples if "cause" in sample.labels}
     assert labels == {cause.value for cause in Cause}
+
+
+async def test_cpu_time_and_memory_of_the_process(autojump_clock, clients):
+    before = process_time()
+    said = await scrape(clients)
+    values = {sample.name: sample.value for sample in said.samples if sample.name.startswith("process_")}
+    assert before - 0.1 <= values["process_cpu_seconds_total"] <= process_time() + 0.1  # it counts in ticks
+    assert values["process_resident_memory_bytes"] > 1 << 20
+    assert {"process_open_fds", "process_start_time_seconds"} <= values.keys()
 
 
 async def test_head_and_other_methods(autojump_clock, clients):

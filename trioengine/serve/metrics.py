@@ -1,8 +1,8 @@
 """The metrics of a server, in Prometheus' text format: gauges, counters and histograms.
 
 Gauges and counters are read from the engine's statistics at the scrape, so nothing is counted twice; histograms observe
-the engine. The registry is the server's own, without the metrics of the process or of another server. Names and buckets
-are vLLM's where it has the metric.
+the engine. The registry is the server's own, without the metrics of another server; it also has the process's CPU
+time and memory, as Prometheus names them. Names and buckets are vLLM's where it has the metric.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -154,6 +154,7 @@ class Metrics(Collector):
         self._budget = budget
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
         engine.observers.append(self.histograms)
 
     def render(self) -> bytes:

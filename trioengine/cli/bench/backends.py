@@ -25,10 +25,11 @@ from trioengine.client.address import Endpoint
 STOP_TO_ENDED = "trioengine_stop_to_ended_seconds"
 KV_USAGE = "trioengine_kv_cache_usage_perc"
 RUNNING, WAITING = "trioengine_num_requests_running", "trioengine_num_requests_waiting"
+CPU_SECONDS = "process_cpu_seconds_total"  # Prometheus' name, which other servers have as well
 CLOSE_TIMEOUT = 5.0  # seconds
 _DATA, _DONE = b"data:", b"[DONE]"
 _MAX_LINE = 1 << 20  # bytes
-_SERIES = re.compile(r"(trioengine_\w+)(?:\{(.*)\})? ([^ ]+)(?: \d+)?")
+_SERIES = re.compile(r"((?:trioengine|process)_\w+)(?:\{(.*)\})? ([^ ]+)(?: \d+)?")
 _BOUND = re.compile(r'(?:^|,)\s*le="([^"]+)"')
 
 
@@ -211,7 +212,7 @@ class ScrapedHistogram:
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """One reading of `/metrics`: the values of series without labels, by name, and the histograms.
+    """One reading of `/metrics`: values of series without labels, by name, and histograms; ours, and the process's.
 
     Format: https://prometheus.io/docs/instrumenting/exposition_formats/.
     """
@@ -252,7 +253,7 @@ class ServerMetrics:
         self._path = path
 
     async def read(self) -> Scrape | None:
-        """None if the page is absent, or another kind of server wrote it."""
+        """None if the page is absent, or has nothing that is known here."""
         try:
             status, body = await fetch(self._server, "GET", self._path)
             scrape = Scrape.parse(body.decode()) if status == 200 else None

@@ -75,8 +75,9 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class ServerMeasurements:
-    """Measurements of trioengine's own server; None or empty for another one."""
+    """The server's own measurements; None or empty if it does not have them."""
 
+    cpu_seconds: float | None = None  # CPU time of its process during the run
     stop_to_ended: ScrapedHistogram | None = None  # of this run's stops
     blocks_free: Sequence[float] = ()  # seconds from a client's leaving
 
@@ -121,6 +122,8 @@ def as_json_object(
     report = {**load, "endpoint": config.path, "model": model, "prompt_length_in": unit.name.lower(), **rates}
     for name, distribution in summary.distributions.items():
         report |= {f"{kind}_{name}_ms": value for kind, value in _statistics(distribution)}
+    if server.cpu_seconds is not None:
+        report["server_cpu_seconds"] = _plain(server.cpu_seconds)
     stops = server.stop_to_ended
     if stops is not None:
         report |= {
@@ -273,6 +276,7 @@ def _rates(unit: LengthUnit, summary: Summary, server: ServerMeasurements) -> Ta
         ("goodput", None if goodput is None else f"{goodput:.2f} requests/s"),
         ("output tokens", f"{summary.output_throughput:.2f}/s"),
         ("tokens in and out", f"{summary.total_token_throughput:.2f}/s"),
+        ("CPU time of the server's process", _cpu(server.cpu_seconds, summary.total_output_tokens)),
         ("stop to ended", _stops(server.stop_to_ended)),
         ("disconnect to blocks free", _blocks_free(server.blocks_free)),
     ]
@@ -280,6 +284,13 @@ def _rates(unit: LengthUnit, summary: Summary, server: ServerMeasurements) -> Ta
         if value is not None:
             table.add_row(name, value)
     return table
+
+
+def _cpu(seconds: float | None, num_tokens: int) -> str | None:
+    if seconds is None:
+        return None
+    share = f", {seconds / num_tokens * 1e6:.1f} µs for each output token" if num_tokens else ""
+    return f"{seconds:.2f} s{share}"
 
 
 def _stops(stops: ScrapedHistogram | None) -> str | None:

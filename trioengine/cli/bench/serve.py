@@ -11,12 +11,14 @@ from pathlib import Path
 import trio
 
 from trioengine.cli.bench.backends import (
+    CPU_SECONDS,
     KV_USAGE,
     RUNNING,
     STOP_TO_ENDED,
     WAITING,
     Completions,
     Realtime,
+    Scrape,
     ServerMetrics,
     idle_sessions,
 )
@@ -107,13 +109,21 @@ async def measure(config: BenchConfig, server: Endpoint, prompts: Prompts) -> Re
             run = await run_load(backend, plan(config, prompts), config.max_concurrency)
     except RequestError as exc:
         raise EngineError(f"an idle session of {config.base_url}: {exc}") from exc
-    if before is None or not config.leave:
-        return Result(model, run, ServerMeasurements())
+    cpu_seconds = _rise(CPU_SECONDS, before, await metrics.read())
+    if before is None or KV_USAGE not in before.values or not config.leave:
+        return Result(model, run, ServerMeasurements(cpu_seconds))
     blocks_free = await blocks_free_latencies(backend, metrics, extra[1:])
     after, then = await metrics.read(), before.histogram(STOP_TO_ENDED)
     now = after.histogram(STOP_TO_ENDED) if after is not None else None
     stops = now.since(then) if now is not None and then is not None and now.bounds == then.bounds else None
-    return Result(model, run, ServerMeasurements(stops, blocks_free))
+    return Result(model, run, ServerMeasurements(cpu_seconds, stops, blocks_free))
+
+
+def _rise(name: str, before: Scrape | None, after: Scrape | None) -> float | None:
+    """Return by how much a counter rose between two readings; None if one of them does not have it."""
+    if before is None or after is None or name not in before.values or name not in after.values:
+        return None
+    return after.values[name] - before.values[name]
 
 
 async def blocks_free_latencies(backend: Backend, metrics: ServerMetrics, prompts: Sequence[str]) -> list[float]:
