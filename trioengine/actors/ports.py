@@ -26,6 +26,7 @@ import trio
 
 import trioengine
 from trioengine.actors.media import SealedBytes
+from trioengine.aio.pipes import PipeReader
 from trioengine.core.config import child_environment
 from trioengine.core.errors import EngineError, WorkerLost
 from trioengine.core.image import BytesLike
@@ -144,7 +145,7 @@ class LocalWorkerProcess:
             self.pid = self._process.pid
             self._pidfd = os.pidfd_open(self.pid)
             self.send_stream = trio.lowlevel.FdStream(ours_out)
-            self.receive_stream = trio.lowlevel.FdStream(ours_in)
+            self.receive_stream = PipeReader(ours_in)
             self._payload_socket = ours_payloads
             ours.pop_all()  # the streams' from here on
         self._is_reaped = False

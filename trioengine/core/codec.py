@@ -127,21 +127,34 @@ class _Record:
         self._conversions: dict[tuple[type, ...], list[tuple[int, Callable[[Any], Any]]]] = {}
 
     def unpack(self, values: Any) -> Any:
-        if type(values) is not list or len(values) != self._length:
-            raise _Mismatch(f"expected {self._name} as an array of {self._length}")
-        shape = tuple(map(type, values))
-        known = self._conversions.get(shape)
-        conversions = self._find_conversions(shape) if known is None else known
-        try:
-            for index, unpack in conversions:
-                values[index] = unpack(values[index])
-        except _Mismatch as exc:
-            raise _Mismatch(f"{self.names[index]}: {exc}") from None
-        if known is None:  # and the values fit
-            self._conversions[shape] = conversions
-        return self._make(*values)
+        return self.unpack_all([values])[0]
+
+    def unpack_all(self, records: Any) -> tuple[Any, ...]:
+        """Unpack an array of these records, without a call for each: a step has a row for each of its sequences."""
+        if type(records) is not list:
+            raise _Mismatch(f"expected an array, got {type(records).__name__}")
+        make, known, unpacked = self._make, self._conversions, []
+        for values in records:
+            if type(values) is not list:
+                raise _Mismatch(f"expected {self._name} as an array of {self._length}")
+            shape = tuple(map(type, values))
+            conversions = known.get(shape)
+            is_new = conversions is None
+            if conversions is None:
+                conversions = self._find_conversions(shape)
+            try:
+                for index, unpack in conversions:
+                    values[index] = unpack(values[index])
+            except _Mismatch as exc:
+                raise _Mismatch(f"{self.names[index]}: {exc}") from None
+            if is_new:  # and the values fit
+                known[shape] = conversions
+            unpacked.append(make(*values))
+        return tuple(unpacked)
 
     def _find_conversions(self, shape: tuple[type, ...]) -> list[tuple[int, Callable[[Any], Any]]]:
+        if len(shape) != self._length:
+            raise _Mismatch(f"expected {self._name} as an array of {self._length}")
         kinds = zip(shape, self.kinds.values(), strict=True)
         return [(index, kind.unpack) for index, (found, kind) in enumerate(kinds) if found not in kind.plain]
 
@@ -157,6 +170,8 @@ def _kind(annotation: Any) -> _Kind:
     if origin in (types.UnionType, typing.Union):
         (inner,) = (_kind(arg) for arg in args if arg is not types.NoneType)
         return _Kind(inner.plain | {types.NoneType}, inner.unpack)
+    if origin is tuple and isinstance(args[0], type) and dataclasses.is_dataclass(args[0]):
+        return _Kind(frozenset(), _record(args[0]).unpack_all)
     if origin is tuple:
         return _Kind(frozenset(), partial(_unpack_tuple, _kind(args[0])))
     if origin is Mapping:

@@ -21,6 +21,7 @@ import logging
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from trioengine.core.sampling_params import SamplingParams, replace_valid
@@ -173,6 +174,7 @@ def _digest(key: bytes) -> bytes:
 # ---- hosts and origins --------------------------------------------------------------------------------------------
 
 
+@lru_cache(64)
 def normal_host(host: str) -> str:
     """Return the one spelling of a name or an address by which hosts are compared."""
     try:

@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TypeAlias
 
 import trio
@@ -41,7 +40,7 @@ class Sender:
         self._stream = stream
         self.send_now: Callable[[Bytes], int]  # sends without waiting, and returns how many bytes were taken
         if isinstance(stream, trio.SocketStream):
-            self.send_now = partial(_write, stream.socket)
+            self.send_now = _writer(stream.socket)
         else:
             self.send_now = getattr(stream, "send_now", _take_nothing)
 
@@ -52,11 +51,16 @@ class Sender:
             await self._stream.send_all(memoryview(data)[sent:])
 
 
-def _write(sock: trio.socket.SocketType, data: Bytes) -> int:
-    try:
-        return os.write(sock.fileno(), data)  # never blocks: trio has made the socket non-blocking
-    except OSError:  # full, or broken: then the stream's send_all raises the error
-        return 0
+def _writer(sock: trio.socket.SocketType) -> Callable[[Bytes], int]:
+    fileno, write = sock.fileno, os.write
+
+    def send_now(data: Bytes) -> int:
+        try:
+            return write(fileno(), data)  # never blocks: trio has made the socket non-blocking
+        except OSError:  # full, or broken: then the stream's send_all raises the error
+            return 0
+
+    return send_now
 
 
 def _take_nothing(data: Bytes) -> int:
@@ -79,7 +83,8 @@ class Body:
         self._head: Callable[[], bytes] = bytes
         self._frame: Frame = bytes
         self._keep_alive = b""
-        self._since = trio.current_time()  # when a send began, or the last one ended
+        self._now = trio.lowlevel.current_clock().current_time
+        self._since = self._now()  # when a send began, or the last one ended
         self._sending = False
         self._num_waiting = 0  # tasks in `send` that wait until another send is over
         self._is_over = False
@@ -133,7 +138,7 @@ class Body:
         """Send a piece while `can_send_now`; the part that the socket does not take at once follows by itself."""
         data = self._frame(piece)
         sent = self._sender.send_now(data)
-        self._since = trio.current_time()
+        self._since = self._now()
         if sent < len(data):
             self._sending = True
             self._nursery.start_soon(self._send_all, data[sent:])
@@ -148,13 +153,13 @@ class Body:
         """Send in 64 KiB slices, each with its own timeout, so that slow readers are not treated as stalled."""
         try:
             for start in range(0, len(data), CHUNK):
-                self._since = trio.current_time()
+                self._since = self._now()
                 await self._sender.send_all(data[start : start + CHUNK])
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self.disconnect(Disconnected("it closed the connection"))
             await trio.sleep_forever()
         finally:
-            self._sending, self._since = False, trio.current_time()
+            self._sending, self._since = False, self._now()
             self._sent.set()
 
     async def watch(self) -> None:
@@ -174,7 +179,7 @@ class Body:
 
     async def _break_silence(self) -> None:
         if not self._keep_alive:
-            self._since = trio.current_time()
+            self._since = self._now()
             return
         with trio.move_on_after(self._send_timeout) as scope:
             await self.send(self._keep_alive)

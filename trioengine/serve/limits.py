@@ -17,6 +17,7 @@ import logging
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 
 import trio
 
@@ -155,6 +156,7 @@ class ConnectionSlots:
         return self._waiting
 
 
+@lru_cache(1024)
 def network_of(host: str | None) -> str | None:
     """Return the address that a client has to itself: of IPv6 the first 64 bits, the least that a network gets."""
     if host is None:

@@ -7,6 +7,7 @@ import ipaddress
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import trio
 
@@ -14,6 +15,7 @@ from trioengine.core.errors import EngineError, InvalidConfig
 from trioengine.serve.config import ServeConfig
 
 
+@lru_cache(64)
 def is_loopback(host: str) -> bool:
     """Whether a name or an address without a port stands for this machine alone."""
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import TokenIds, token_ids
@@ -120,10 +120,12 @@ class Detokenizer:
         """Whether some of the ids have not given their text yet."""
         return bool(self._rest or self._pending)
 
-    def feed(self, ids: Iterable[int]) -> str:
+    def feed(self, ids: Sequence[int]) -> str:
         """Take ids, and return the text that they complete: whole characters only."""
         if self._is_byte_level:
-            data = self._rest + b"".join(map(self._bytes_of, ids))
+            data = self._bytes_of(ids[0]) if len(ids) == 1 else b"".join(map(self._bytes_of, ids))
+            if self._rest:
+                data = self._rest + data
             if self._strips_space and data:
                 data, self._strips_space = data.removeprefix(b" "), False
             text, num_decoded = codecs.utf_8_decode(data, "replace")
