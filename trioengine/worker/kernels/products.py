@@ -131,7 +131,11 @@ class Scratch:
         self._tensors: dict[str, Tensor] = {}
 
     def reserve(self, name: str, elements: int, dtype: torch.dtype) -> int:
-        """The address of room for this number of elements of the dtype, until the next call with the name.
+        """The address of `take`'s memory."""
+        return self.take(name, elements, dtype).data_ptr()
+
+    def take(self, name: str, elements: int, dtype: torch.dtype) -> Tensor:
+        """Room for at least this number of elements of the dtype, until the next call with the name.
 
         A name has one dtype. Raises InvariantError for another.
         """
@@ -140,7 +144,7 @@ class Scratch:
             raise InvariantError(f"the scratch {name!r} has {held.dtype}, and {dtype} is asked for")
         if held is None or len(held) < elements:
             held = self._tensors[name] = torch.empty(elements, dtype=dtype)
-        return held.data_ptr()
+        return held
 
     def reserve_inputs(self, rows: int, columns: int) -> InputsAddress:
         """Room for `rows` rows of at most `columns` columns, prepared for any product."""
@@ -165,8 +169,13 @@ class NativeLinear:
         memory: tuple[Tensor | None, ...],
         out_dtype: torch.dtype | None,
     ) -> None:
-        """`place` has addresses in `memory`, the packed weight first; results are of `out_dtype`, or the dtype."""
+        """`place` has addresses in `memory`, the packed weight first; results are of `out_dtype`, or the dtype.
+
+        With an `out_dtype` they are logits, which hold until the next call: fresh memory for megabytes of them would
+        take the kernel as long as a fifth of the product.
+        """
         self.products, self.address = products, place
+        self._gives_logits = out_dtype is not None
         self._out_dtype = out_dtype or products.dtype
         if self._out_dtype not in (products.dtype, torch.float32):
             raise InvariantError(f"a product in {products.dtype} with results in {out_dtype}")
@@ -183,10 +192,16 @@ class NativeLinear:
                 f"a product of {self.in_features} columns in {products.dtype} got {list(x.shape)} in {x.dtype}"
             )
         x = x.contiguous()
-        result = x.new_empty((rows, self.out_features), dtype=self._out_dtype)
+        result = self._results(rows)
         room = ctypes.byref(products.scratch.reserve_inputs(rows, self.in_features))
         began = time.perf_counter()
         self._run(ctypes.byref(self.address), x.data_ptr(), rows, room, result.data_ptr())
         if products.profile is not None:  # no other layer of a text model is called alone
             products.profile.add_product("head", time.perf_counter() - began, [(self, rows)])
         return result
+
+    def _results(self, rows: int) -> Tensor:
+        size = rows * self.out_features
+        if not self._gives_logits:
+            return torch.empty((rows, self.out_features), dtype=self._out_dtype)
+        return self.products.scratch.take("logits", size, self._out_dtype)[:size].view(rows, self.out_features)
