@@ -69,6 +69,27 @@ def test_results_are_of_the_dtype_or_float32():
         make_products(torch.float32).make(torch.zeros(4, 6), out_dtype=torch.bfloat16)
 
 
+def test_memory_of_results_in_float32_is_used_again():
+    """Once nothing refers to them: neither the results nor a view."""
+    products = make_products(torch.bfloat16)
+    linear = products.make(torch.ones(5, 6).bfloat16(), out_dtype=torch.float32)
+    inputs = {number: torch.full((4, 6), number).bfloat16() for number in (1, 2, 3)}
+    first = linear(inputs[1])
+    row = first[1]
+    del first
+    second = linear(inputs[2])
+    assert (second == 12).all()
+    assert (row == 6).all()
+    place = second.data_ptr()
+    del second
+    third = linear(inputs[3][:2])
+    assert third.data_ptr() == place
+    assert third.tolist() == [[18.0] * 5] * 2
+    products.release()
+    assert (linear(inputs[1]) == 6).all()
+    assert (third == 18).all()
+
+
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_sum_is_in_the_order_of_the_columns(dtype, instructions):

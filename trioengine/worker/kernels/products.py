@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,6 +98,7 @@ class Products:
         self.native, self.dtype = native, dtype
         native.packed_size.restype = _COUNT
         self.scratch = Scratch()
+        self.floats = RecycledFloats()
         self.profile: Profile | None = None
 
     def make(self, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> NativeLinear:
@@ -118,10 +121,43 @@ class Products:
         place.bits, place.has_minima = weight.bits, weight.minima is not None
         return NativeLinear(self, place, (packed, units, bias), out_dtype)
 
+    def release(self) -> None:
+        """Give the memory of steps back."""
+        self.scratch.release()
+        self.floats.release()
+
     def _bias(self, bias: Tensor | None, outputs: int) -> int | None:
         if bias is not None and bias.shape != (outputs,):
             raise InvariantError(f"a product of {outputs} outputs got a bias {list(bias.shape)}")
         return None if bias is None else address(bias, self.dtype)
+
+
+class RecycledFloats:
+    """Memory for results in float32, which is used again when no tensor has the latest results any more.
+
+    The logits of a step are megabytes, and to map and clear the pages of fresh memory takes a sixth of the product's time.
+    """
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, dtype=np.float32)
+        self._latest: Callable[[], object | None] = _nothing
+
+    def take(self, rows: int, columns: int) -> Tensor:
+        """Room for results [rows, columns], uninitialized."""
+        size = rows * columns
+        if self._latest() is not None or self._memory.size < size:
+            self._memory = np.empty(size, dtype=np.float32)
+        results = self._memory[:size].reshape(rows, columns)
+        self._latest = weakref.ref(results)  # which the tensor and its views hold
+        return torch.from_numpy(results)
+
+    def release(self) -> None:
+        """Give the memory back; the next step takes it again."""
+        self._memory, self._latest = np.empty(0, dtype=np.float32), _nothing
+
+
+def _nothing() -> None:
+    return None
 
 
 class Scratch:
@@ -131,11 +167,7 @@ class Scratch:
         self._tensors: dict[str, Tensor] = {}
 
     def reserve(self, name: str, elements: int, dtype: torch.dtype) -> int:
-        """The address of `take`'s memory."""
-        return self.take(name, elements, dtype).data_ptr()
-
-    def take(self, name: str, elements: int, dtype: torch.dtype) -> Tensor:
-        """Room for at least this number of elements of the dtype, until the next call with the name.
+        """The address of room for this number of elements of the dtype, until the next call with the name.
 
         A name has one dtype. Raises InvariantError for another.
         """
@@ -144,7 +176,7 @@ class Scratch:
             raise InvariantError(f"the scratch {name!r} has {held.dtype}, and {dtype} is asked for")
         if held is None or len(held) < elements:
             held = self._tensors[name] = torch.empty(elements, dtype=dtype)
-        return held
+        return held.data_ptr()
 
     def reserve_inputs(self, rows: int, columns: int) -> InputsAddress:
         """Room for `rows` rows of at most `columns` columns, prepared for any product."""
@@ -169,18 +201,12 @@ class NativeLinear:
         memory: tuple[Tensor | None, ...],
         out_dtype: torch.dtype | None,
     ) -> None:
-        """`place` has addresses in `memory`, the packed weight first; results are of `out_dtype`, or the dtype.
-
-        With an `out_dtype` they are logits, which hold until the next call: fresh memory for megabytes of them would
-        take the kernel as long as a fifth of the product.
-        """
+        """`place` has addresses in `memory`, the packed weight first; results are of `out_dtype`, or the dtype."""
         self.products, self.address = products, place
-        self._gives_logits = out_dtype is not None
-        self._out_dtype = out_dtype or products.dtype
-        if self._out_dtype not in (products.dtype, torch.float32):
+        if out_dtype not in (None, products.dtype, torch.float32):
             raise InvariantError(f"a product in {products.dtype} with results in {out_dtype}")
-        has_floats = self._out_dtype == torch.float32
-        self._run = products.native.linear_to_floats if has_floats else products.native.linear
+        self._gives_floats = (out_dtype or products.dtype) == torch.float32
+        self._run = products.native.linear_to_floats if self._gives_floats else products.native.linear
         self.out_features, self.in_features = int(place.outputs), int(place.inputs)
         self.weight_bytes, self.is_integer = sum(part.nbytes for part in memory if part is not None), bool(place.bits)
         self._memory = memory
@@ -192,16 +218,11 @@ class NativeLinear:
                 f"a product of {self.in_features} columns in {products.dtype} got {list(x.shape)} in {x.dtype}"
             )
         x = x.contiguous()
-        result = self._results(rows)
+        shape = rows, self.out_features
+        result = products.floats.take(*shape) if self._gives_floats else x.new_empty(shape)
         room = ctypes.byref(products.scratch.reserve_inputs(rows, self.in_features))
         began = time.perf_counter()
         self._run(ctypes.byref(self.address), x.data_ptr(), rows, room, result.data_ptr())
         if products.profile is not None:  # no other layer of a text model is called alone
             products.profile.add_product("head", time.perf_counter() - began, [(self, rows)])
         return result
-
-    def _results(self, rows: int) -> Tensor:
-        size = rows * self.out_features
-        if not self._gives_logits:
-            return torch.empty((rows, self.out_features), dtype=self._out_dtype)
-        return self.products.scratch.take("logits", size, self._out_dtype)[:size].view(rows, self.out_features)

@@ -52,7 +52,7 @@ class LinearChoice:
     def release(self) -> None:
         """Give the memory of steps back."""
         if self._products is not None:
-            self._products.scratch.release()
+            self._products.release()
 
     def _takes_integers(self, checkpoint: Checkpoint) -> bool:
         if self._products is None or self._quantization != "auto":
