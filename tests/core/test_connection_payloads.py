@@ -68,6 +68,6 @@ def test_an_image_travels_as_it_is():
 def test_images_that_are_none_are_refused(field, value):
     packed = msgpack.unpackb(encode(add_message(payloads=(3,))), strict_map_key=False)
     index = [each.name for each in dataclasses.fields(image(3))].index(field)
-    packed["images"][0][index] = value
+    packed["images"][index] = [value]
     with pytest.raises(RemoteProtocolError, match="ADD_MESSAGE"):
         decode(msgpack.packb(packed))

@@ -30,6 +30,19 @@ def chat(model):
     return ChatTokenizer(model.tokenizer, model.chat_template)
 
 
+def test_texts_that_come_again_have_the_same_ids(chat):
+    """The ids of short texts are kept, and what a caller does with the result does not change them."""
+    tokenizer, rendering = chat.tokenizer, "<|im_start|>user\nhello there<|im_end|>\n"
+    first = tokenizer.encode_pieces(rendering, str)
+    expected = first.tolist()
+    assert expected == tokenizer.encode(rendering)
+    first.reverse()
+    tokenizer.encode_ordinary("user\nhello there").clear()
+    assert tokenizer.encode_pieces(rendering, str).tolist() == expected
+    assert tokenizer.encode_pieces("x" * 5000, str).tolist() == tokenizer.encode("x" * 5000)
+    assert tokenizer.encode_pieces("", str).tolist() == []
+
+
 @pytest.mark.parametrize("entry", REFERENCE["texts"], ids=lambda entry: ascii(entry["text"])[:40])
 def test_texts_have_the_reference_ids(chat, entry):
     assert chat.encode(entry["text"]) == entry["ids"]

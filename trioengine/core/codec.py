@@ -1,9 +1,9 @@
 """Messages to bytes and back: a frame is a little-endian u32 length and a payload, which is one msgpack map.
 
-The map holds the message's wire name under "type" and its fields by name. Dataclasses inside it are arrays of their
-fields, token ids are little-endian int32 bytes, Enum members their values. Packing needs only the values; unpacking is
-driven by the dataclasses' annotations, and `decode` raises RemoteProtocolError for a payload that does not fit them
-exactly.
+The map holds the message's wire name under "type" and its fields by name. A dataclass inside it is an array of its
+fields. A tuple of dataclasses is an array of columns, one for each field; nil is a column of None alone, as most columns
+of the rows of a step are. Token ids are little-endian int32 bytes, Enum members their values. Packing and unpacking are
+driven by the annotations, and `decode` raises RemoteProtocolError for a payload that does not fit them exactly.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import sys
 import types
 import typing
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import msgpack
@@ -34,11 +35,11 @@ def encode(message: Message) -> bytes:
     """Return the message's payload. Raises LocalProtocolError if a value cannot be packed."""
     name = WIRE_NAMES[type(message)]
     packed = {_TYPE: name}
-    for field in _RECORDS[type(message)].names:
-        packed[field] = getattr(message, field)
     try:
+        for field, kind in _RECORDS[type(message)].kinds.items():
+            packed[field] = kind.pack(getattr(message, field))
         return msgpack.packb(packed, default=_pack)  # type: ignore[no-any-return]
-    except (TypeError, ValueError, OverflowError) as exc:
+    except (TypeError, AttributeError, ValueError, OverflowError) as exc:
         raise LocalProtocolError(f"{name} cannot be packed: {exc}") from exc
 
 
@@ -93,13 +94,15 @@ class FrameBuffer(bytearray):
 
 def _pack(value: Any) -> Any:
     """Return a value as one that msgpack has a type for; msgpack calls this for each other value that it meets."""
-    if (record := _RECORDS.get(type(value))) is not None:
-        return [getattr(value, name) for name in record.names]
     if type(value) is array:
         return (value if sys.byteorder == "little" else _swapped(value)).tobytes()
     if isinstance(value, enum.Enum):
         return value.value
     raise TypeError(f"msgpack has no type for {type(value).__name__}")
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 class _Mismatch(Exception):
@@ -111,6 +114,7 @@ class _Kind(NamedTuple):
 
     plain: frozenset[type]
     unpack: Callable[[Any], Any]  # raises _Mismatch
+    pack: Callable[[Any], Any] = _as_it_is  # for msgpack, which calls `_pack`
 
 
 class _Record:
@@ -122,41 +126,51 @@ class _Record:
         self.kinds = {name: _kind(hints[name]) for name in self.names}
         self._name, self._length = cls.__name__, len(self.names)
         self._make = params_of_valid if cls is ResolvedParams else cls  # the engine has validated them
-        # The fields to convert, by the types of all packed fields: few combinations occur, and a row comes for each
-        # token, most of whose fields are plain.
-        self._conversions: dict[tuple[type, ...], list[tuple[int, Callable[[Any], Any]]]] = {}
+
+    def pack(self, record: Any) -> list[Any]:
+        return [kind.pack(getattr(record, name)) for name, kind in self.kinds.items()]
 
     def unpack(self, values: Any) -> Any:
-        return self.unpack_all([values])[0]
-
-    def unpack_all(self, records: Any) -> tuple[Any, ...]:
-        """Unpack an array of these records, without a call for each: a step has a row for each of its sequences."""
-        if type(records) is not list:
-            raise _Mismatch(f"expected an array, got {type(records).__name__}")
-        make, known, unpacked = self._make, self._conversions, []
-        for values in records:
-            if type(values) is not list:
-                raise _Mismatch(f"expected {self._name} as an array of {self._length}")
-            shape = tuple(map(type, values))
-            conversions = known.get(shape)
-            is_new = conversions is None
-            if conversions is None:
-                conversions = self._find_conversions(shape)
-            try:
-                for index, unpack in conversions:
-                    values[index] = unpack(values[index])
-            except _Mismatch as exc:
-                raise _Mismatch(f"{self.names[index]}: {exc}") from None
-            if is_new:  # and the values fit
-                known[shape] = conversions
-            unpacked.append(make(*values))
-        return tuple(unpacked)
-
-    def _find_conversions(self, shape: tuple[type, ...]) -> list[tuple[int, Callable[[Any], Any]]]:
-        if len(shape) != self._length:
+        if type(values) is not list or len(values) != self._length:
             raise _Mismatch(f"expected {self._name} as an array of {self._length}")
-        kinds = zip(shape, self.kinds.values(), strict=True)
-        return [(index, kind.unpack) for index, (found, kind) in enumerate(kinds) if found not in kind.plain]
+        return self._make(*map(self._field, self.kinds, values))
+
+    def _field(self, name: str, value: Any) -> Any:
+        plain, unpack, _ = self.kinds[name]
+        try:
+            return value if type(value) in plain else unpack(value)
+        except _Mismatch as exc:
+            raise _Mismatch(f"{name}: {exc}") from None
+
+    def pack_all(self, records: Sequence[Any]) -> list[list[Any] | None]:
+        """The columns of many records. The first one is never nil: it has their number."""
+        columns: list[list[Any] | None] = []
+        for name, kind in self.kinds.items():
+            column = [getattr(record, name) for record in records]
+            if columns and column.count(None) == len(column):
+                columns.append(None)
+            else:
+                columns.append(column if kind.pack is _as_it_is else list(map(kind.pack, column)))
+        return columns
+
+    def unpack_all(self, columns: Any) -> tuple[Any, ...]:
+        if type(columns) is not list or len(columns) != self._length or type(columns[0]) is not list:
+            raise _Mismatch(f"expected an array of {self._length} columns of {self._name}")
+        count = len(columns[0])
+        return tuple(map(self._make, *[self._column(name, columns[i], count) for i, name in enumerate(self.names)]))
+
+    def _column(self, name: str, column: Any, count: int) -> Iterable[Any]:
+        plain, unpack, _ = self.kinds[name]
+        if column is None and (types.NoneType in plain or not count):
+            return repeat(None, count)
+        if type(column) is not list or len(column) != count:
+            raise _Mismatch(f"{name}: expected a column of {count}")
+        if plain.issuperset(map(type, column)):
+            return column
+        try:
+            return [value if type(value) in plain else unpack(value) for value in column]
+        except _Mismatch as exc:
+            raise _Mismatch(f"{name}: {exc}") from None
 
 
 def _record(cls: type) -> _Record:
@@ -169,9 +183,11 @@ def _kind(annotation: Any) -> _Kind:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (types.UnionType, typing.Union):
         (inner,) = (_kind(arg) for arg in args if arg is not types.NoneType)
-        return _Kind(inner.plain | {types.NoneType}, inner.unpack)
+        pack = inner.pack if inner.pack is _as_it_is else partial(_pack_optional, inner.pack)
+        return _Kind(inner.plain | {types.NoneType}, inner.unpack, pack)
     if origin is tuple and isinstance(args[0], type) and dataclasses.is_dataclass(args[0]):
-        return _Kind(frozenset(), _record(args[0]).unpack_all)
+        record = _record(args[0])
+        return _Kind(frozenset(), record.unpack_all, record.pack_all)
     if origin is tuple:
         return _Kind(frozenset(), partial(_unpack_tuple, _kind(args[0])))
     if origin is Mapping:
@@ -184,20 +200,24 @@ def _kind(annotation: Any) -> _Kind:
         return _Kind(frozenset({annotation}), partial(_refuse, annotation))
     if issubclass(annotation, enum.Enum):
         return _Kind(frozenset(), partial(_unpack_enum, annotation))
-    return _Kind(frozenset(), _record(annotation).unpack)
+    return _Kind(frozenset(), _record(annotation).unpack, _record(annotation).pack)
+
+
+def _pack_optional(pack: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else pack(value)
 
 
 def _unpack_tuple(item: _Kind, value: Any) -> tuple[Any, ...]:
     if type(value) is not list:
         raise _Mismatch(f"expected an array, got {type(value).__name__}")
-    plain, unpack = item
+    plain, unpack, _ = item
     return tuple([entry if type(entry) in plain else unpack(entry) for entry in value])
 
 
 def _unpack_map(key: _Kind, item: _Kind, value: Any) -> dict[Any, Any]:
     if type(value) is not dict:
         raise _Mismatch(f"expected a map, got {type(value).__name__}")
-    (plain_key, unpack_key), (plain, unpack) = key, item
+    (plain_key, unpack_key, _), (plain, unpack, _) = key, item
     return {
         k if type(k) in plain_key else unpack_key(k): v if type(v) in plain else unpack(v) for k, v in value.items()
     }

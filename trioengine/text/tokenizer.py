@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from tokenizers import Tokenizer as _Tokenizer
@@ -23,6 +23,7 @@ from trioengine.text.reasoning import ANSWER_TAGS
 # Characters, or token ids. Longer inputs go through the library's batch calls, which release the GIL. Shorter ones keep
 # it: taking it back from a busy thread would cost milliseconds.
 _LONG = 1 << 12
+_SHORT, _NUM_KEPT = 1 << 10, 64  # characters; the ids of the latest short texts are kept: a template has the same ones
 
 
 class Tokenizer:
@@ -52,6 +53,7 @@ class Tokenizer:
         # the bytes of each token by id, b"" for unknown ids; in `ordinary_bytes` also for special tokens but tags
         self.token_bytes, self.ordinary_bytes = self._byte_tables(vocabulary)
         self._split = re.compile(f"({any_of(self.special_tokens)})") if self.special_tokens else None
+        self._ids_of_short = lru_cache(_NUM_KEPT)(self._ids_of)
 
     @classmethod
     def from_json(cls, text: bytes | str, *, vocab_size: int = MAX_COUNT) -> Tokenizer:
@@ -80,9 +82,12 @@ class Tokenizer:
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Return the token ids of a text, in which special tokens are ordinary text."""
+        return self._ids_of(text).tolist()
+
+    def _ids_of(self, text: str) -> TokenIds:
         if len(text) > _LONG:
-            return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids) if text else []
+            return token_ids(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        return token_ids(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_inside(self, text: str) -> list[int]:
         """Encode a text that follows another, as ordinary text: no space is put before it."""
@@ -95,7 +100,11 @@ class Tokenizer:
         ids = token_ids()
         for piece in [text] if self._split is None else self._split.split(text):
             special = self.special_tokens.get(piece)
-            ids.extend(self.encode_ordinary(restore(piece)) if special is None else (special,))
+            if special is not None:
+                ids.append(special)
+            elif piece:
+                piece = restore(piece)
+                ids.extend(self._ids_of_short(piece) if len(piece) <= _SHORT else self._ids_of(piece))
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:

@@ -135,7 +135,7 @@ class Products:
 class RecycledFloats:
     """Memory for results in float32, which is used again when no tensor has the latest results any more.
 
-    The logits of a step are megabytes, and to map and clear the pages of fresh memory takes a sixth of the product's time.
+    The logits of a step are megabytes: clearing the pages of fresh memory would take a sixth of the product's time.
     """
 
     def __init__(self) -> None:
