@@ -65,6 +65,7 @@ async def _serve(
                 starting.start_soon(_cancel_at_signal, received, nursery.cancel_scope)
                 server = await nursery.start(_serve_then_cancel, run, nursery.cancel_scope)
                 starting.cancel_scope.cancel()
+            server.metrics.add_process()
             nursery.start_soon(obey_signals, received, server, shutdown_timeout)
             nursery.start_soon(freeze_gc_when_ready, server.engine)
             for address in server.addresses:

@@ -1,8 +1,8 @@
 """The metrics of a server, in Prometheus' text format: gauges, counters and histograms.
 
 Gauges and counters are read from the engine's statistics at the scrape, so nothing is counted twice; histograms observe
-the engine. The registry is the server's own, without the metrics of another server; it also has the process's CPU
-time and memory, as Prometheus names them. Names and buckets are vLLM's where it has the metric.
+the engine. The registry is the server's own, without the metrics of the process, unless they are added, or of another
+server. Names and buckets are vLLM's where it has the metric.
 """
 
 from __future__ import annotations
@@ -154,8 +154,11 @@ class Metrics(Collector):
         self._budget = budget
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        ProcessCollector(registry=self._registry)
         engine.observers.append(self.histograms)
+
+    def add_process(self) -> None:
+        """Add CPU time, memory and descriptors of this process, by Prometheus' own names: for a process of a server."""
+        ProcessCollector(registry=self._registry)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
