@@ -1,6 +1,7 @@
 """PipeReader: reads of a pipe, each in one pass of the scheduler; what closing and cancelling do to it."""
 
 import os
+from contextlib import suppress
 
 import pytest
 import trio
@@ -82,3 +83,27 @@ async def test_two_readers(autojump_clock, pipe):
         with pytest.raises(trio.BusyResourceError):
             await reader.receive_some()
         writer.write(b"x")
+
+
+async def test_closed_between_the_wake_up_and_the_read(autojump_clock):
+    """Whichever task runs first: a new file that gets the number is not read."""
+    for _ in range(20):
+        reading, writing = os.pipe()
+        reader, received = PipeReader(reading), []
+
+        async def read(reader=reader, received=received):
+            with suppress(trio.ClosedResourceError):
+                received.append(await reader.receive_some())
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await trio.testing.wait_all_tasks_blocked()
+            os.write(writing, b"mine")
+            await trio.lowlevel.checkpoint()
+            reader.close()
+            others = os.pipe()
+            assert reading in others or received
+            os.write(others[1], b"another's")
+        assert received in ([], [b"mine"])
+        for fd in (writing, *others):
+            os.close(fd)

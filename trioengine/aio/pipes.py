@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 import trio
 
@@ -25,14 +26,16 @@ class PipeReader(trio.abc.ReceiveStream):
         Raises ClosedResourceError if this end was closed, BusyResourceError if another task waits here.
         """
         while True:
-            fd = self._stream.fileno()
-            if fd < 0:
-                raise trio.ClosedResourceError("the pipe was closed")
-            await trio.lowlevel.wait_readable(fd)
-            try:
-                return os.read(fd, max_bytes or READ_SIZE)
-            except BlockingIOError:  # a wake-up without bytes
-                continue
+            await trio.lowlevel.wait_readable(self._open_fd())
+            with suppress(BlockingIOError):  # a wake-up without bytes
+                return os.read(self._open_fd(), max_bytes or READ_SIZE)
+
+    def _open_fd(self) -> int:
+        """The descriptor; after a wait another task may have closed it, and its number may be another file's."""
+        fd = self._stream.fileno()
+        if fd < 0:
+            raise trio.ClosedResourceError("the pipe was closed")
+        return fd
 
     def close(self) -> None:
         """Close the descriptor; a task that waits in `receive_some` gets ClosedResourceError."""

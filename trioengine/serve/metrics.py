@@ -157,7 +157,7 @@ class Metrics(Collector):
         engine.observers.append(self.histograms)
 
     def add_process(self) -> None:
-        """Add CPU time, memory and descriptors of this process, by Prometheus' own names: for a process of a server."""
+        """Add CPU time, memory and descriptors of this process, by Prometheus' own names."""
         ProcessCollector(registry=self._registry)
 
     def render(self) -> bytes:

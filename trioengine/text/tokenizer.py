@@ -87,7 +87,7 @@ class Tokenizer:
     def _ids_of(self, text: str) -> TokenIds:
         if len(text) > _LONG:
             return token_ids(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
-        return token_ids(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return token_ids(self._tokenizer.encode(text, add_special_tokens=False).ids if text else ())
 
     def encode_inside(self, text: str) -> list[int]:
         """Encode a text that follows another, as ordinary text: no space is put before it."""
@@ -102,7 +102,7 @@ class Tokenizer:
             special = self.special_tokens.get(piece)
             if special is not None:
                 ids.append(special)
-            elif piece:
+            else:
                 piece = restore(piece)
                 ids.extend(self._ids_of_short(piece) if len(piece) <= _SHORT else self._ids_of(piece))
         return ids
