@@ -19,11 +19,10 @@ import trio
 
 from trioengine.actors.payload import Payload
 from trioengine.actors.ports import WorkerProcess
+from trioengine.aio.pipes import READ_SIZE
 from trioengine.core.connection import Connection, Role
 from trioengine.core.errors import RemoteProtocolError
 from trioengine.core.messages import AddMessage, ControlReply, ControlRequest, Message, PayloadConsumed
-
-READ_SIZE = 1 << 16
 
 
 class Link:

@@ -1,9 +1,9 @@
 """Messages to bytes and back: a frame is a little-endian u32 length and a payload, which is one msgpack map.
 
 The map holds the message's wire name under "type" and its fields by name. A dataclass inside it is an array of its
-fields. A tuple of dataclasses is an array of columns, one for each field; nil is a column of None alone, which most
-columns of a step's rows are. Token ids are little-endian int32 bytes, Enum members their values. Packing and unpacking
-follow the annotations, and `decode` raises RemoteProtocolError for a payload that does not fit them exactly.
+fields. A tuple of dataclasses is an array of columns, one for each field; a column in which every value is None is nil,
+as most columns of a step's rows are. Token ids are little-endian int32 bytes, Enum members their values. Packing and
+unpacking follow the annotations, and `decode` raises RemoteProtocolError for a payload that does not fit them exactly.
 """
 
 from __future__ import annotations
