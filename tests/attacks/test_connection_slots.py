@@ -1,5 +1,7 @@
 """Connections that take slots and do nothing: others, probes and operators still come in."""
 
+import math
+
 import pytest
 import trio
 from helpers.clients import Clients, open_clients, read_all, status_and_body
@@ -237,7 +239,7 @@ async def test_the_order_in_which_connections_make_room():
     async def wait(name, address, task_status):
         with slots.take(address) as slot:
             try:
-                with slot.waiting():
+                with slot.waiting(math.inf):
                     task_status.started()
                     await trio.sleep_forever()
             except Displaced:
@@ -266,7 +268,7 @@ async def test_only_so_many_make_room_at_once():
     async with trio.open_nursery() as nursery:
 
         async def wait(task_status):
-            with slots.take(None) as slot, pytest.raises(Displaced), slot.waiting():
+            with slots.take(None) as slot, pytest.raises(Displaced), slot.waiting(math.inf):
                 task_status.started()
                 await trio.sleep_forever()
 

@@ -147,11 +147,12 @@ async def _reserve(entry: _Entry) -> None:
     session, request, gate = entry.session, entry.request, entry.runtime.gate
     if session.opening.by_request:
         await open_session(entry.runtime, session)
-    with trio.move_on_at(request.deadline.at):
-        while session.phase is Phase.STOPPING and session.request is not None:
-            await session.request.settled.wait()
     if session.phase is Phase.STOPPING:
-        session.abort_request(request, Cause.TIMEOUT)
+        with trio.move_on_at(request.deadline.at):
+            while session.phase is Phase.STOPPING and session.request is not None:
+                await session.request.settled.wait()
+        if session.phase is Phase.STOPPING:
+            session.abort_request(request, Cause.TIMEOUT)
     await gate.admit(gate.requests, partial(session.reserve, request), wait=request.wait, deadline=request.deadline)
 
 

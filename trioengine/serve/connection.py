@@ -36,7 +36,7 @@ from trioengine.serve.http import (
     error_response,
     problem_response,
 )
-from trioengine.serve.http_connection import HttpConnection
+from trioengine.serve.http_connection import HttpConnection, Waiting
 from trioengine.serve.ids import http_date
 from trioengine.serve.limits import ByteBudget, ConnectionSlot, ConnectionSlots, Displaced, Held, network_of
 from trioengine.serve.listening import format_address
@@ -78,6 +78,10 @@ class _Connection:
     stream: trio.abc.Stream
     http: HttpConnection
     slot: ConnectionSlot
+
+    def waiting(self, timeout: float) -> Waiting:
+        """Return the block in which the client is awaited, until `timeout` seconds from now."""
+        return partial(self.slot.waiting, trio.current_time() + timeout)
 
 
 class ConnectionHandler:
@@ -157,15 +161,21 @@ class ConnectionHandler:
 
     async def _shake_hands(self, stream: TlsStream, slot: ConnectionSlot) -> bool:
         """Shake hands for TLS, and return whether the client has; a new connection may displace this one."""
-        with slot.waiting(), trio.move_on_after(self._limits.handshake_timeout) as scope:
+        with suppress(trio.TooSlowError), self._waiting_idle(slot, self._limits.handshake_timeout):
+            if not self._closing:
+                await stream.do_handshake()
+                return True
+        return False
+
+    @contextmanager
+    def _waiting_idle(self, slot: ConnectionSlot, timeout: float) -> Iterator[None]:
+        """Wait for the client in the block; raises TooSlowError also when `close_idle` is called."""
+        with slot.waiting(trio.current_time() + timeout) as scope:
             self._idle.add(scope)
             try:
-                if not self._closing:
-                    await stream.do_handshake()
-                    return True
+                yield
             finally:
                 self._idle.discard(scope)
-        return False
 
     async def _serve_requests(self, connection: _Connection) -> None:
         while (request := await self._next_request(connection)) is not None:
@@ -203,20 +213,15 @@ class ConnectionHandler:
 
     async def _next_request(self, connection: _Connection) -> HttpRequest | None:
         """Read the head of the next request; None at the end of the connection. Raises Displaced, BadRequest."""
-        http = connection.http
-        with connection.slot.waiting():
-            timeout = self._limits.handshake_timeout if http.is_new else self._limits.idle_timeout
-            with trio.move_on_after(timeout) as idle:
-                self._idle.add(idle)
-                try:
-                    if self._closing or not await http.wait_for_request():
-                        return None
-                finally:
-                    self._idle.discard(idle)
-            if idle.cancelled_caught:
-                return None
-            with trio.fail_after(self._limits.handshake_timeout), log_unreadable(http):
-                return self._without_root(await http.next_head())
+        http, limits = connection.http, self._limits
+        try:
+            with self._waiting_idle(connection.slot, limits.handshake_timeout if http.is_new else limits.idle_timeout):
+                if self._closing or not await http.wait_for_request():
+                    return None
+        except trio.TooSlowError:
+            return None
+        with log_unreadable(http):
+            return self._without_root(await http.next_head(connection.waiting(limits.handshake_timeout)))
 
     def _without_root(self, request: HttpRequest | None) -> HttpRequest | None:
         """Return the request with the path of its route: a proxy may have left the prefix in it."""
@@ -257,10 +262,12 @@ class ConnectionHandler:
         """Read the body. The caller keeps no reference to the result, so that the handler can drop it."""
         if request.is_encoded:
             raise _unsupported_encoding(request)
-        with connection.slot.waiting(), trio.move_on_after(self._limits.body_timeout):
-            return dataclasses.replace(request, body=await connection.http.read_body(max_size, held), held=held)
-        message = f"the body did not come within {self._limits.body_timeout:g} s"
-        raise BadRequest.of(408, "request_timeout", message)
+        waiting = connection.waiting(self._limits.body_timeout)
+        try:
+            return dataclasses.replace(request, body=await connection.http.read_body(max_size, held, waiting), held=held)
+        except trio.TooSlowError:
+            message = f"the body did not come within {self._limits.body_timeout:g} s"
+            raise BadRequest.of(408, "request_timeout", message) from None
 
     # ---- WebSockets -----------------------------------------------------------------------------------------------
 

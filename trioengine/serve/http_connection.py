@@ -7,12 +7,12 @@ request is handled, a task watches the connection: a disconnect, or too much sen
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import h11
 import trio
@@ -39,6 +39,7 @@ from trioengine.serve.limits import Held
 
 logger = logging.getLogger("trioengine")
 T = TypeVar("T")
+Waiting: TypeAlias = Callable[[], AbstractContextManager[object]]  # the block in which more bytes are awaited
 MAX_PIPELINED = 64 << 10  # bytes that a client may send while its request is handled
 MAX_FRAMING = 64 << 10  # bytes around the chunks of a request's body, beside as many as their content has
 _END_OF_CHUNKS = b"\r\n\r\n"  # also behind trailers
@@ -78,11 +79,19 @@ class HttpConnection:
                 self._h11.receive_data(self.seen)
         return bool(self.seen)
 
-    async def next_head(self) -> HttpRequest | None:
-        """Read the next request without its body; None if the client has closed the connection. Raises BadRequest."""
+    async def next_head(self, waiting: Waiting) -> HttpRequest | None:
+        """Read the next request without its body; None if the client has closed the connection. Raises BadRequest.
+
+        A head that was read as a whole before is awaited no more; `waiting` may raise errors of its own.
+        """
         self.is_new = self._head_only = False
         self.status, self.problem, self.common_headers = None, None, ()
-        event = await self._next_event(self._limits.max_header_size + CHUNK)
+        event = self._parsed()
+        if event is h11.NEED_DATA:
+            with waiting():
+                while event is h11.NEED_DATA:
+                    await self._receive(self._limits.max_header_size + CHUNK)
+                    event = self._parsed()
         if not isinstance(event, h11.Request):
             return None
         self._head_only = event.method == b"HEAD"
@@ -104,14 +113,27 @@ class HttpConnection:
             raise BadRequest.of(400, "bad_request", message)
         return request
 
-    async def read_body(self, max_size: int, held: Held) -> bytes:
-        """Read the rest of the request. Raises BadRequest beyond `max_size` bytes, or beyond the budget of `held`."""
-        if self._h11.they_are_waiting_for_100_continue:
-            await self._send(self._h11.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+    async def read_body(self, max_size: int, held: Held, waiting: Waiting) -> bytes:
+        """Read the rest of the request. Raises BadRequest beyond `max_size` bytes, or beyond the budget of `held`.
+
+        `waiting` is entered where the body did not come with the head, and may raise errors of its own.
+        """
         body = bytearray()
         self._tail = self._h11.trailing_data[0]
         self._num_received = len(self._tail)
-        while isinstance(event := await self._next_event(0), h11.Data):
+        if not await self._take_body(body, max_size, held):
+            with waiting():
+                if self._h11.they_are_waiting_for_100_continue:
+                    await self._send(self._h11.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+                await self._receive(0)
+                while not await self._take_body(body, max_size, held):
+                    await self._receive(0)
+        self._check_end()
+        return bytes(body)
+
+    async def _take_body(self, body: bytearray, max_size: int, held: Held) -> bool:
+        """Take the part of the body that was received; True at its end. Raises BadRequest."""
+        while isinstance(event := self._parsed(), h11.Data):
             if len(body) + len(event.data) > max_size:
                 raise BadRequest.of(413, "body_too_large", f"the body is larger than {max_size} bytes")
             try:
@@ -122,8 +144,7 @@ class HttpConnection:
             if event.chunk_end:  # thousands of them may have come at once
                 self._check_framing(len(body))
                 await trio.lowlevel.checkpoint()
-        self._check_end()
-        return bytes(body)
+        return event is not h11.NEED_DATA
 
     def _check_framing(self, size: int) -> None:
         """Raise BadRequest for many small chunks: each costs a step of the parser. `size` is without framing."""
@@ -139,16 +160,19 @@ class HttpConnection:
             raise BadRequest.of(400, "bad_request", "the body ends with a bare line feed")
         self._tail = b""
 
-    async def _next_event(self, keep: int) -> Any:
-        """Return h11's next event; up to about `keep` bytes of it are added to `seen`."""
+    async def _receive(self, keep: int) -> None:
+        """Read more bytes of the request; up to about `keep` bytes of it are added to `seen`."""
+        data = bytes(await self._stream.receive_some(CHUNK))
+        if len(self.seen) < keep:
+            self.seen += data
+        self._num_received += len(data)
+        self._tail = self._tail[-len(_END_OF_CHUNKS) :] + data
+        self._h11.receive_data(data)
+
+    def _parsed(self) -> Any:
+        """Return h11's next event, or NEED_DATA. Raises BadRequest, and Disconnected in the middle of a request."""
         try:
-            while (event := self._h11.next_event()) is h11.NEED_DATA:
-                data = bytes(await self._stream.receive_some(CHUNK))
-                if len(self.seen) < keep:
-                    self.seen += data
-                self._num_received += len(data)
-                self._tail = self._tail[-len(_END_OF_CHUNKS) :] + data
-                self._h11.receive_data(data)
+            return self._h11.next_event()
         except h11.RemoteProtocolError as exc:
             status = exc.error_status_hint
             if status == 431:
@@ -156,7 +180,6 @@ class HttpConnection:
             if self._h11.trailing_data[1]:
                 raise Disconnected("it closed the connection in the middle of a request") from exc
             raise BadRequest.of(status, "bad_request", describe_fault(exc, self.seen)) from exc
-        return event
 
     def _head_too_large(self) -> BadRequest:
         message = f"the header block is larger than {self._limits.max_header_size} bytes"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -52,26 +53,32 @@ class ConnectionSlot:
         self.is_leaving = False  # it makes room for another
         self._scope: trio.CancelScope | None = None
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """Mark the connection as waiting for its client. Raises Displaced if it has to make room."""
-        return self._displaceable(self._slots.add_waiting, self._slots.remove_waiting)
+    def waiting(self, deadline: float) -> AbstractContextManager[trio.CancelScope]:
+        """Mark the connection as waiting for its client. Raises Displaced if it has to make room.
 
-    def lingering(self) -> AbstractContextManager[None]:
+        Raises TooSlowError when the deadline passes, on trio's clock, or the scope is cancelled.
+        """
+        return self._displaceable(self._slots.add_waiting, self._slots.remove_waiting, deadline)
+
+    def lingering(self) -> AbstractContextManager[trio.CancelScope]:
         """Mark the connection as lingering. Raises Displaced if it has to make room."""
-        return self._displaceable(self._slots.add_lingering, self._slots.remove_lingering)
+        return self._displaceable(self._slots.add_lingering, self._slots.remove_lingering, math.inf)
 
     @contextmanager
     def _displaceable(
-        self, add: Callable[[ConnectionSlot], None], remove: Callable[[ConnectionSlot], None]
-    ) -> Iterator[None]:
-        with trio.CancelScope() as self._scope:
+        self, add: Callable[[ConnectionSlot], None], remove: Callable[[ConnectionSlot], None], deadline: float
+    ) -> Iterator[trio.CancelScope]:
+        with trio.CancelScope(deadline=deadline) as scope:
+            self._scope = scope
             add(self)
             try:
-                yield
+                yield scope
             finally:
                 remove(self)
         if self.is_leaving:
             raise Displaced
+        if scope.cancelled_caught:
+            raise trio.TooSlowError
 
     def displace(self) -> None:
         """Close the connection, which waits or lingers."""

@@ -20,9 +20,7 @@ from trioengine.text.gguf_tokenizer import refusing, tokenizer_from_gguf
 from trioengine.text.literals import any_of
 from trioengine.text.reasoning import ANSWER_TAGS
 
-# Characters, or token ids. Longer inputs go through the library's batch calls, which release the GIL. Shorter ones keep
-# it: taking it back from a busy thread would cost milliseconds.
-_LONG = 1 << 12
+_LONG = 1 << 12  # token ids that are decoded by the library's batch call, which releases the GIL
 _SHORT, _NUM_KEPT = 1 << 10, 64  # characters; the ids of the latest short texts are kept: a template has the same ones
 
 
@@ -85,9 +83,8 @@ class Tokenizer:
         return self._ids_of(text).tolist()
 
     def _ids_of(self, text: str) -> TokenIds:
-        if len(text) > _LONG:
-            return token_ids(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
-        return token_ids(self._tokenizer.encode(text, add_special_tokens=False).ids if text else ())
+        # `encode_batch_fast` leaves out the places in the text, which take a quarter of `encode`
+        return token_ids(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids if text else ())
 
     def encode_inside(self, text: str) -> list[int]:
         """Encode a text that follows another, as ordinary text: no space is put before it."""
