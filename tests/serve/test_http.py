@@ -5,17 +5,20 @@ import gzip
 import json
 import logging
 
+import h11
 import pytest
 import trio
 from helpers.clients import CHAT, Clients, chat, read_all, status_and_body
 from helpers.frames import HANDSHAKE, request
+from hypothesis import given
+from hypothesis import strategies as st
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
 from trioengine import EngineConfig, __version__
 from trioengine.core.lifecycle import PowerEvent
 from trioengine.serve import ids
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.http import json_response
+from trioengine.serve.http import header_lines, json_response
 from trioengine.serve.listening import is_loopback
 from trioengine.serve.server import Server
 from trioengine.testing import simulated_engine
@@ -327,3 +330,29 @@ async def test_every_response_has_a_date(autojump_clock, clients, monkeypatch):
     for data in (request("/health"), request("/x"), request(CHAT, "POST", body=body), HANDSHAKE, unreadable):
         head, _, _ = (await clients.http(data)).partition(b"\r\n\r\n")
         assert (head.lower() + b"\r\n").count(date.lower()) == 1, head
+
+
+# ---- the headers of a response ------------------------------------------------------------------------------------
+
+FIELD_BYTES = st.binary(max_size=3) | st.lists(st.sampled_from(b"aX-: \t\r\n\0\x80"), max_size=8).map(bytes)
+
+
+@given(st.lists(st.tuples(FIELD_BYTES, FIELD_BYTES), max_size=3))
+def test_a_client_reads_the_headers_that_were_rendered(headers):
+    try:
+        lines = header_lines(headers)
+    except ValueError:
+        with pytest.raises(ValueError, match="not allowed"):  # one of them alone is refused as well
+            for header in headers:
+                header_lines([header])
+        return
+    client = h11.Connection(h11.CLIENT)
+    client.send(h11.Request(method="GET", target="/", headers=[("host", "a")]))
+    client.receive_data(b"HTTP/1.1 200 OK\r\n" + lines + b"\r\n")
+    assert client.next_event().headers == [(name.lower(), value) for name, value in headers]
+
+
+@pytest.mark.parametrize("header", [(b"a", b"b\r\nc: d"), (b"a\r\nb", b"c"), (b"", b"a"), (b"a", b" b"), (b"a b", b"c")])
+def test_a_header_that_would_become_another_is_refused(header):
+    with pytest.raises(ValueError, match="not allowed"):
+        header_lines([header])

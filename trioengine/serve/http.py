@@ -26,6 +26,7 @@ _HOST = re.compile(_AUTHORITY)
 _ORIGIN = re.compile(rb"https?://(?=[^:])" + _AUTHORITY)
 _PLAIN_ORIGIN = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://(?=[^:])" + _AUTHORITY)
 _ABSOLUTE = re.compile(rb"https?://([^/?]*)(.*)", re.IGNORECASE)
+_LINES = re.compile(rb"(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+: (?:[!-~\x80-\xff](?:[\t -~\x80-\xff]*[!-~\x80-\xff])?)?\r\n)*")
 _TLS = b"\x16\x03"  # the first record of a TLS handshake (RFC 8446, section 5.1)
 _FAULTS = {  # our wording of those h11 messages that do not quote the client
     "Found multiple Host: headers": "the request has more than one Host header",
@@ -133,6 +134,14 @@ def problem_response(status: int, problem: Problem) -> HttpResponse:
 def error_response(error: Exception) -> HttpResponse:
     """Return the client's view of an error."""
     return problem_response(status_of(error), problem_of(error))
+
+
+def header_lines(headers: Headers | list[tuple[bytes, bytes]]) -> bytes:
+    """Render a response's headers. Raises ValueError for one whose name or value RFC 9110 does not allow."""
+    lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+    if lines.count(b"\n") != len(headers) or not _LINES.fullmatch(lines):
+        raise ValueError(f"a response has a header that is not allowed: {headers!r}")
+    return lines
 
 
 # ---- checks on a request's head -----------------------------------------------------------------------------------

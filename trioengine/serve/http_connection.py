@@ -32,6 +32,7 @@ from trioengine.serve.http import (
     check_lines,
     describe_fault,
     error_response,
+    header_lines,
     split_target,
 )
 from trioengine.serve.ids import http_date
@@ -43,6 +44,7 @@ Waiting: TypeAlias = Callable[[], AbstractContextManager[object]]  # the block i
 MAX_PIPELINED = 64 << 10  # bytes that a client may send while its request is handled
 MAX_FRAMING = 64 << 10  # bytes around the chunks of a request's body, beside as many as their content has
 _END_OF_CHUNKS = b"\r\n\r\n"  # also behind trailers
+_FRAMING = (b"connection", b"content-length")  # a response's headers that h11 gets; it validates each five times
 
 
 class HttpConnection:
@@ -237,8 +239,9 @@ class HttpConnection:
         self.status = status
         reason = HTTPStatus(status).phrase.encode()
         sent = [*headers, *self.common_headers, (b"date", http_date())]
-        head = h11.Response(status_code=status, headers=sent, reason=reason)
-        return self._h11.send(head) or b""
+        framing = [header for header in sent if header[0] in _FRAMING]
+        head = self._h11.send(h11.Response(status_code=status, headers=framing, reason=reason)) or b""
+        return head[:-2] + header_lines([header for header in sent if header[0] not in _FRAMING]) + head[-2:]
 
     async def respond(self, response: HttpResponse) -> None:
         """Send a whole response to the latest request, in one piece. Raises Disconnected."""
