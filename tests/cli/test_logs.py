@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from trioengine.cli.logs import configure_logs
-from trioengine.serve.log_fields import CLIENT, REQUEST_ID, set_field
+from trioengine.serve.log_fields import CLIENT, REQUEST_ID, set_fields
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_lines(logs):
     lines = logs(as_json=False)
     logger = logging.getLogger("trioengine")
     logger.info("ready: %s", "toy")
-    with set_field(REQUEST_ID, "req_1"), set_field(CLIENT, "[::1]:5"):
+    with set_fields({REQUEST_ID: "req_1", CLIENT: "[::1]:5"}):
         logger.warning("oh")
     first, second = lines()
     assert first.endswith(" INFO trioengine: ready: toy")
@@ -51,7 +51,7 @@ def test_text_from_outside_is_not_obeyed(logs):
 def test_json(logs):
     lines = logs(as_json=True)
     logger = logging.getLogger("trioengine.access")
-    with set_field(REQUEST_ID, "a\nb"):
+    with set_fields({REQUEST_ID: "a\nb"}):
         logger.info("GET %s", "/", extra={"method": "GET", "status": 200})
     try:
         raise ZeroDivisionError("oh\nno")

@@ -12,7 +12,7 @@ from trioengine.cli.logs import JsonFormatter
 from trioengine.serve.access_log import request_id
 from trioengine.serve.chat_request import ChatRequest
 from trioengine.serve.http import HttpRequest
-from trioengine.serve.log_fields import REQUEST_ID, ContextFilter, set_field
+from trioengine.serve.log_fields import REQUEST_ID, ContextFilter, set_fields
 
 ACCESS = "trioengine.access"
 
@@ -182,8 +182,8 @@ async def test_a_response_is_logged_under_its_id(autojump_clock, clients, log, m
 
 
 async def test_a_context_is_left():
-    with set_field(REQUEST_ID, "a"):
-        with set_field(REQUEST_ID, "b"):
+    with set_fields({REQUEST_ID: "a"}):
+        with set_fields({REQUEST_ID: "b"}):
             assert REQUEST_ID.get() == "b"
         assert REQUEST_ID.get() == "a"
     assert REQUEST_ID.get() is None

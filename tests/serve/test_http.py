@@ -352,7 +352,9 @@ def test_a_client_reads_the_headers_that_were_rendered(headers):
     assert client.next_event().headers == [(name.lower(), value) for name, value in headers]
 
 
-@pytest.mark.parametrize("header", [(b"a", b"b\r\nc: d"), (b"a\r\nb", b"c"), (b"", b"a"), (b"a", b" b"), (b"a b", b"c")])
+@pytest.mark.parametrize(
+    "header", [(b"a", b"b\r\nc: d"), (b"a\r\nb", b"c"), (b"", b"a"), (b"a", b" b"), (b"a b", b"c")]
+)
 def test_a_header_that_would_become_another_is_refused(header):
     with pytest.raises(ValueError, match="not allowed"):
         header_lines([header])

@@ -168,7 +168,8 @@ class SessionActor:
         self._apply(Event.END)
         self.hold_payloads()
         self.task_wake.set()
-        self.opening.scope.cancel()  # it may wait for room for the images in its history
+        if self._conversation is None:
+            self.opening.scope.cancel()  # it may wait for room for the images in its history
         for request in self.waiting:
             request.entering.cancel()
         self._effects.drain()

@@ -18,9 +18,7 @@ async def run_session(session: SessionActor, gate: Gate) -> None:
         while session.end_cause is None:
             request = session.request
             deadline = math.inf if request is None or request.outcome is not None else request.deadline.at
-            with trio.move_on_at(deadline) as scope:
-                await session.task_wake.wait()
-            if scope.cancelled_caught and request is not None:
+            if not await _came_before(deadline, session.task_wake) and request is not None:
                 session.abort_request(request, Cause.TIMEOUT)
                 session.leave(request)  # decided now: a finish on its way is too late
             if session.end_cause is None:
@@ -31,3 +29,13 @@ async def run_session(session: SessionActor, gate: Gate) -> None:
         if session.end_cause is None:  # cancelled with the engine, maybe as its first task
             gate.change_power(PowerEvent.CLOSE)
         session.end(Cause.SHUTDOWN)
+
+
+async def _came_before(deadline: float, event: trio.Event) -> bool:
+    """Wait for the event; False if the deadline passes first, on trio's clock."""
+    if deadline == math.inf:
+        await event.wait()  # without a scope, which most sessions never need
+        return True
+    with trio.move_on_at(deadline) as scope:
+        await event.wait()
+    return not scope.cancelled_caught

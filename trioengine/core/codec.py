@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
+from operator import contains
 from typing import Any, NamedTuple
 
 import msgpack
@@ -33,12 +34,10 @@ _CLASSES = {name: cls for cls, name in WIRE_NAMES.items()}
 
 def encode(message: Message) -> bytes:
     """Return the message's payload. Raises LocalProtocolError if a value cannot be packed."""
-    name = WIRE_NAMES[type(message)]
-    packed = {_TYPE: name}
+    name, record = WIRE_NAMES[type(message)], _RECORDS[type(message)]
     try:
-        for field, kind in _RECORDS[type(message)].kinds.items():
-            packed[field] = kind.pack(getattr(message, field))
-        return msgpack.packb(packed, default=_pack)  # type: ignore[no-any-return]
+        packed = dict(zip(record.names, record.pack(message), strict=True))
+        return msgpack.packb({_TYPE: name, **packed}, default=_pack)  # type: ignore[no-any-return]
     except (TypeError, AttributeError, ValueError, OverflowError) as exc:
         raise LocalProtocolError(f"{name} cannot be packed: {exc}") from exc
 
@@ -124,16 +123,23 @@ class _Record:
         hints = typing.get_type_hints(cls)
         self.names = [field.name for field in dataclasses.fields(cls)]
         self.kinds = {name: _kind(hints[name]) for name in self.names}
+        self._plain = [kind.plain for kind in self.kinds.values()]
+        self._packed = [(i, kind.pack) for i, kind in enumerate(self.kinds.values()) if kind.pack is not _as_it_is]
         self._name, self._length = cls.__name__, len(self.names)
         self._make = params_of_valid if cls is ResolvedParams else cls  # the engine has validated them
 
     def pack(self, record: Any) -> list[Any]:
-        return [kind.pack(getattr(record, name)) for name, kind in self.kinds.items()]
+        values = [getattr(record, name) for name in self.names]
+        for i, pack in self._packed:
+            values[i] = pack(values[i])
+        return values
 
     def unpack(self, values: Any) -> Any:
         if type(values) is not list or len(values) != self._length:
             raise _Mismatch(f"expected {self._name} as an array of {self._length}")
-        return self._make(*map(self._field, self.kinds, values))
+        if not all(map(contains, self._plain, map(type, values))):
+            values = map(self._field, self.kinds, values)
+        return self._make(*values)
 
     def _field(self, name: str, value: Any) -> Any:
         plain, unpack, _ = self.kinds[name]

@@ -27,7 +27,6 @@ PING and PONG, AUDIT and AUDITED are pairs: one PING at a time; AUDITs are answe
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,20 +64,20 @@ from trioengine.core.messages import (
     Woken,
 )
 from trioengine.core.power import ALL_TAGS, Tag
-from trioengine.core.types import FinishReason
+from trioengine.core.types import FinishReason, TableEnum
 
 MIN_FRAME_LIMIT = 1 << 20  # bytes: room for everything in a message but its token ids
 BYTES_PER_TOKEN = 16  # of the context: each may be a token id, and the first one of an image's tile
 
 
-class Role(enum.Enum):
+class Role(TableEnum):
     """One end of the connection."""
 
     ENGINE = "engine"
     WORKER = "worker"
 
 
-class Stage(enum.Enum):
+class Stage(TableEnum):
     """A stage of an incarnation."""
 
     NEW = "new"

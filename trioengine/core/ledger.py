@@ -12,13 +12,11 @@ worker is done with it, even if its reader left before.
 
 from __future__ import annotations
 
-import enum
-
 from trioengine.core.errors import InvariantError
-from trioengine.core.types import Cause, FinishReason
+from trioengine.core.types import Cause, FinishReason, TableEnum
 
 
-class RequestState(enum.Enum):
+class RequestState(TableEnum):
     """The state of a request in flight."""
 
     PREPARING = "preparing"

@@ -41,9 +41,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from trioengine.core.errors import LocalProtocolError
+from trioengine.core.types import TableEnum
 
 
-class Phase(enum.Enum):
+class Phase(TableEnum):
     """The state of a session's request."""
 
     IDLE = "idle"  # no request
@@ -55,7 +56,7 @@ class Phase(enum.Enum):
     ENDED = "ended"  # no request any more
 
 
-class Attachment(enum.Enum):
+class Attachment(TableEnum):
     """Whether the worker holds the session."""
 
     DETACHED = "detached"
@@ -63,7 +64,7 @@ class Attachment(enum.Enum):
     DETACHING = "detaching"  # END_SESSION posted; SESSION_ENDED is on its way
 
 
-class Event(enum.Enum):
+class Event(TableEnum):
     """An event in the life of a session."""
 
     RESERVE = "reserve"  # the gate admits a request
@@ -79,7 +80,7 @@ class Event(enum.Enum):
     GIVE_UP = "give_up"  # a suspended request will not be resumed
 
 
-class Action(enum.Enum):
+class Action(TableEnum):
     """A side effect, carried out in the same synchronous step."""
 
     POST_ADD_SESSION = "post ADD_SESSION"
@@ -252,7 +253,7 @@ class Power(enum.StrEnum):
     CLOSED = "closed"
 
 
-class PowerStage(enum.Enum):
+class PowerStage(TableEnum):
     """The state of the engine in detail: each stage belongs to one Power, some Powers have several stages."""
 
     LOADING = "loading"
@@ -295,7 +296,7 @@ _OTHER_POWERS = {
 _POWER_OF = {stage: _OTHER_POWERS.get(stage) or Power(stage.value) for stage in PowerStage}
 
 
-class PowerEvent(enum.Enum):
+class PowerEvent(TableEnum):
     """An event in the life of the engine."""
 
     READY = "ready"  # an incarnation is READY for requests

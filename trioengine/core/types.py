@@ -24,6 +24,12 @@ PromptLogprobs: TypeAlias = tuple[Logprobs | None, ...]  # one a token of the pr
 token_ids: Callable[..., TokenIds] = partial(array, "i")  # packs an iterable of token ids; without one, none
 
 
+class TableEnum(enum.Enum):
+    """An enumeration whose members are keys of tables: unlike `Enum`'s own, its hash is no call of Python code."""
+
+    __hash__ = object.__hash__
+
+
 class FinishReason(enum.StrEnum):
     """Why an answer ended. Rows of TOKENS never have ERROR, which REQUEST_FAILED reports, nor TOOL_CALLS."""
 

@@ -70,13 +70,16 @@ def log_unreadable(connection: HttpConnection) -> Iterator[None]:
 
 def _log(request: HttpRequest, status: int | None, problem: Problem | None, seconds: float) -> None:
     """`status` is None if the client disconnected before its response."""
+    level = logging.DEBUG if status in PROBES.get(request.path, ()) else logging.INFO
+    if not logger.isEnabledFor(level):
+        return
     shown = "-" if status is None else status
     values = (request.method[:16], request.path[:_MAX_PATH], shown, round(1000 * seconds, 1), *_error_values(problem))
     fields = dict(zip(FIELDS, values, strict=False))
     line = "%(method)s %(path)s %(status)s %(milliseconds)s ms"
     if problem is not None:
         line += ": %(error_code)s: %(error_message)s"
-    logger.log(logging.DEBUG if status in PROBES.get(request.path, ()) else logging.INFO, line, fields, extra=fields)
+    logger.log(level, line, fields, extra=fields)
 
 
 def _error_values(problem: Problem | None) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ from trioengine.serve.http_connection import HttpConnection, Waiting
 from trioengine.serve.ids import http_date
 from trioengine.serve.limits import ByteBudget, ConnectionSlot, ConnectionSlots, Displaced, Held, network_of
 from trioengine.serve.listening import format_address
-from trioengine.serve.log_fields import CLIENT, REQUEST_ID, SESSION, set_field
+from trioengine.serve.log_fields import CLIENT, REQUEST_ID, SESSION, set_fields
 from trioengine.serve.realtime.handshake import resumes
 from trioengine.serve.routes import REALTIME, Routes, find_handler, find_route, upgrade_required
 from trioengine.serve.tls import TlsStream
@@ -135,7 +135,7 @@ class ConnectionHandler:
 
     async def _handle(self, stream: trio.abc.Stream, serve: Callable[[trio.abc.Stream], Awaitable[None]]) -> None:
         enable_keepalive(stream)
-        with set_field(CLIENT, peer_address(stream)), set_field(REQUEST_ID, None), set_field(SESSION, None):
+        with set_fields({CLIENT: peer_address(stream), REQUEST_ID: None, SESSION: None}):
             async with stream if self._tls is None else TlsStream(stream, self._tls) as stream:
                 try:
                     await serve(stream)
@@ -264,7 +264,9 @@ class ConnectionHandler:
             raise _unsupported_encoding(request)
         waiting = connection.waiting(self._limits.body_timeout)
         try:
-            return dataclasses.replace(request, body=await connection.http.read_body(max_size, held, waiting), held=held)
+            return dataclasses.replace(
+                request, body=await connection.http.read_body(max_size, held, waiting), held=held
+            )
         except trio.TooSlowError:
             message = f"the body did not come within {self._limits.body_timeout:g} s"
             raise BadRequest.of(408, "request_timeout", message) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -17,13 +17,14 @@ FIELDS = ("method", "path", "status", "milliseconds", *ERROR_FIELDS)  # more fie
 
 
 @contextmanager
-def set_field(variable: ContextVar[str | None], value: str | None) -> Iterator[None]:
-    """Set a field of this task's log records within the block."""
-    token = variable.set(value)
+def set_fields(values: Mapping[ContextVar[str | None], str | None]) -> Iterator[None]:
+    """Set fields of this task's log records within the block."""
+    tokens = [(variable, variable.set(value)) for variable, value in values.items()]
     try:
         yield
     finally:
-        variable.reset(token)
+        for variable, token in tokens:
+            variable.reset(token)
 
 
 class ContextFilter(logging.Filter):

@@ -38,7 +38,7 @@ class AcceptedWebSocket(WebSocketConnection):
         stream: trio.abc.Stream,
         max_message_size: Callable[[], int],
         held: Held,
-        lingering: Callable[[], AbstractContextManager[None]],
+        lingering: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self.lingering = lingering
         self.max_message_size = max_message_size  # bytes; called for each message, as it grows once the model is known

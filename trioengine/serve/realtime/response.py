@@ -26,7 +26,7 @@ from trioengine.serve.choices import in_fields
 from trioengine.serve.errors import ClientError, Problem, RequestAborted, problem_of
 from trioengine.serve.ids import new_id
 from trioengine.serve.limits import InFlight, size_of
-from trioengine.serve.log_fields import REQUEST_ID, set_field
+from trioengine.serve.log_fields import REQUEST_ID, set_fields
 from trioengine.serve.realtime.item import Item
 from trioengine.serve.realtime.items import Items
 from trioengine.serve.realtime.outbox import Outbox
@@ -353,7 +353,7 @@ class ResponseRunner:
 @contextmanager
 def report_failure(response: Response) -> Iterator[None]:
     """Fail the response with an error raised in the block, whose log records carry the id of the response."""
-    with set_field(REQUEST_ID, response.id):
+    with set_fields({REQUEST_ID: response.id}):
         try:
             yield
         except Exception as exc:
