@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trioengine.worker.kernels.compiler import find_compiler, load_library
+from trioengine.worker.compiler import find_compiler, load_library
 
 SOURCE = 'extern "C" int answer() { return ANSWER; }'
 PLANTED = 'extern "C" int answer() { return 666; }'
@@ -31,11 +31,11 @@ def source(tmp_path):
 
 def plant(source, kernels, answer):
     """Put another library in the place of the one that is kept for `answer`, under a name not loaded before."""
-    load_library(source, {"ANSWER": answer})
+    load_library([source], {"ANSWER": answer})
     (kept,) = kernels.iterdir()
     evil = source.with_name("evil.cpp")
     evil.write_text(PLANTED)
-    load_library(evil, {})
+    load_library([evil], {})
     (planted,) = [path for path in kernels.iterdir() if path != kept]
     home = kernels.parents[1]
     moved = home.rename(home.with_name("moved"))  # the loader knows the first one by its path
@@ -48,7 +48,7 @@ def plant(source, kernels, answer):
 def test_the_plant_works(source, kernels):
     """Without an attacker's marks it is loaded, so that the other tests show what they seem to."""
     plant(source, kernels, 1)
-    assert load_library(source, {"ANSWER": 1}).answer() == 666
+    assert load_library([source], {"ANSWER": 1}).answer() == 666
 
 
 @pytest.mark.parametrize("bits", [stat.S_IWGRP, stat.S_IWOTH, stat.S_IWGRP | stat.S_IWOTH | stat.S_ISVTX])
@@ -60,7 +60,7 @@ def test_writable_by_others(source, kernels, bits, depth):
     content = kept.read_bytes()
     place.chmod(stat.S_IMODE(place.stat().st_mode) | bits)
     is_sticky = bits & stat.S_ISVTX and depth > 0
-    assert load_library(source, {"ANSWER": 2}).answer() == (666 if is_sticky else 2)
+    assert load_library([source], {"ANSWER": 2}).answer() == (666 if is_sticky else 2)
     assert (kept.read_bytes() == content) == (depth > 0)
 
 
@@ -69,7 +69,7 @@ def test_writable_by_others(source, kernels, bits, depth):
 def test_owned_by_another(source, kernels, depth):
     kept = plant(source, kernels, 3)
     os.chown((kept, *kept.parents)[depth], 12345, 12345)
-    assert load_library(source, {"ANSWER": 3}).answer() == 3
+    assert load_library([source], {"ANSWER": 3}).answer() == 3
 
 
 def test_a_link_to_a_place_of_others(source, kernels, tmp_path, monkeypatch):
@@ -81,7 +81,7 @@ def test_a_link_to_a_place_of_others(source, kernels, tmp_path, monkeypatch):
     shutil.move(kept.parents[1], open_to_all / "home")
     (tmp_path / "link").symlink_to(open_to_all / "home")
     monkeypatch.setenv("TRIOENGINE_HOME", str(tmp_path / "link"))
-    assert load_library(source, {"ANSWER": 4}).answer() == 4
+    assert load_library([source], {"ANSWER": 4}).answer() == 4
 
 
 def test_a_link_in_the_place_of_the_library(source, kernels, tmp_path):
@@ -91,7 +91,7 @@ def test_a_link_in_the_place_of_the_library(source, kernels, tmp_path):
     open_to_all.chmod(0o777)
     kept.rename(open_to_all / kept.name)
     kept.symlink_to(open_to_all / kept.name)
-    assert load_library(source, {"ANSWER": 5}).answer() == 5
+    assert load_library([source], {"ANSWER": 5}).answer() == 5
 
 
 def test_a_place_for_temporary_files_that_others_can_change(source, tmp_path, monkeypatch):
@@ -110,7 +110,7 @@ def test_a_place_for_temporary_files_that_others_can_change(source, tmp_path, mo
     (directory / "g++").write_text(script)
     (directory / "g++").chmod(0o755)
     monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
-    assert load_library(source, {"ANSWER": 6}).answer() == 6
+    assert load_library([source], {"ANSWER": 6}).answer() == 6
     assert log.read_text() == "700\n"
 
 
@@ -119,7 +119,7 @@ def test_what_is_kept_can_be_loaded_again_with_a_generous_umask(source, kernels)
     try:
         kernels.parents[1].mkdir(mode=0o755)
         kernels.parent.mkdir(mode=0o755)
-        assert load_library(source, {"ANSWER": 7}).answer() == 7
+        assert load_library([source], {"ANSWER": 7}).answer() == 7
     finally:
         os.umask(before)
     (kept,) = kernels.iterdir()

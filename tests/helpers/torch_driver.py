@@ -11,8 +11,8 @@ import torch
 from trioengine.core.config import WorkerConfig
 from trioengine.core.messages import NO_ADAPTER
 from trioengine.core.sampling_params import EMBEDDING, ResolvedParams, resolved_params
+from trioengine.worker.compiler import find_compiler
 from trioengine.worker.kernels.batch import make_batch
-from trioengine.worker.kernels.compiler import find_compiler
 from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.scheduling.scheduler import Scheduler

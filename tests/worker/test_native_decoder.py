@@ -16,10 +16,10 @@ from trioengine.core.errors import InvariantError
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.decoder import LayerByLayer
-from trioengine.worker.kernels.native_attention import SEGMENT_SIZE
 from trioengine.worker.kernels.native_decoder import NativeDecoder
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.torch_kernels import TorchAttention
+from trioengine.worker.native_library import SEGMENT_SIZE
 from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
 

@@ -24,9 +24,12 @@ _SPIN_COUNT = "4000"  # docs/decisions/017
 def load(config: WorkerConfig, on_progress: OnProgress) -> tuple[ModelInfo, ModelRunner]:
     """Load the torch runner; torch is imported here, so that a worker that is never configured does not wait for it."""
     _spin_briefly()
-    from trioengine.worker.runner.model_runner import TorchModelRunner
+    from trioengine.worker.native_library import compiling_ahead
 
-    runner = TorchModelRunner.load(config, on_progress)
+    with compiling_ahead(config):
+        from trioengine.worker.runner.model_runner import TorchModelRunner
+
+        runner = TorchModelRunner.load(config, on_progress)
     return runner.info, runner
 
 
@@ -44,7 +47,7 @@ def probe() -> None:
     """Report torch's view of this machine, and a worker's choices of device, dtype and kernels."""
     import torch
 
-    from trioengine.worker.kernels.compiler import KernelsUnavailable
+    from trioengine.worker.compiler import KernelsUnavailable
     from trioengine.worker.kernels.native_kernels import NativeKernels
     from trioengine.worker.runner.kernel_choice import check_triton
     from trioengine.worker.runner.model_spec import choose_device, choose_dtype

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from trioengine.worker.kernels.compiler import load_library
+from trioengine.worker.compiler import load_library
 
 _SOURCE = Path(__file__).parent / "kernels" / "roof.cpp"
 _MEMORY = 256 << 20  # bytes, more than caches hold
@@ -47,7 +47,7 @@ def load_roof(at_most: str | None = None) -> ctypes.CDLL:
     macros: dict[str, str | int] = {"ELEMENT": "float"}
     if at_most is not None:
         macros["AT_MOST"] = at_most
-    native = load_library(_SOURCE, macros, _FUNCTIONS)
+    native = load_library([_SOURCE], macros, _FUNCTIONS)
     native.multiply_floats.restype = native.multiply_bfloat16.restype = ctypes.c_double
     return native
 

@@ -12,8 +12,7 @@ from trioengine.core.errors import InvariantError
 from trioengine.worker.kernels.addresses import address, window_size
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.kv_cache import KVCache, KVOrder
-
-SEGMENT_SIZE = 512  # tokens of a context whose sums are computed by themselves; another size changes the bits
+from trioengine.worker.native_library import SEGMENT_SIZE
 
 
 class Library(Protocol):

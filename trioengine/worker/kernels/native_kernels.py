@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from trioengine.core.errors import InvariantError
 from trioengine.hub.model_config import TextConfig
+from trioengine.worker.compiler import load_library
 from trioengine.worker.kernels import (
     Activation,
     Attention,
@@ -39,11 +39,9 @@ from trioengine.worker.kernels.addresses import (
 )
 from trioengine.worker.kernels.batch import ForwardBatch, StateRows
 from trioengine.worker.kernels.best_tokens import Best
-from trioengine.worker.kernels.compiler import load_library
 from trioengine.worker.kernels.decoder import LayerByLayer
 from trioengine.worker.kernels.kv_cache import KVCache, KVOrder
 from trioengine.worker.kernels.native_attention import (
-    SEGMENT_SIZE,
     LayerCacheAddress,
     NativeAttention,
     cache_addresses,
@@ -51,11 +49,8 @@ from trioengine.worker.kernels.native_attention import (
 from trioengine.worker.kernels.native_decoder import NativeDecoder
 from trioengine.worker.kernels.native_experts import routing_address
 from trioengine.worker.kernels.products import Products
+from trioengine.worker.native_library import SOURCES, library_macros
 
-_SOURCE, _PRODUCTS = (Path(__file__).with_name(name) for name in ("native.cpp", "products.cpp"))
-_ELEMENTS = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.int8: "int8_t"}
-_TILE_BYTES = 72 << 10  # of queries, scores and results, in float32, as float_attention.h has them
-_KEYS, _LANES = 64, 16  # of tile.h and lanes.h, at most
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "add": (_ADDRESS, _ADDRESS, _ADDRESS, _COUNT, _COUNT, _ADDRESS),
@@ -96,22 +91,13 @@ class NativeKernels:
         `at_most`: the best instructions that the kernels use, of lanes.h; None: this CPU's. `cache_dtype`: the KV
         cache's, `dtype` or int8; None: `dtype`.
         """
-        self.group_size = num_heads // num_kv_heads
-        row_bytes = 4 * (2 * -(-head_dim // _LANES) * _LANES + _KEYS)
-        self.tile_size = max(1, _TILE_BYTES // (row_bytes * self.group_size))  # tokens
         self.dtype, self.cache_dtype = dtype, cache_dtype or dtype
-        macros: dict[str, str | int] = {
-            "ELEMENT": _ELEMENTS[dtype],
-            "HEAD_DIM": head_dim,
-            "GROUP_SIZE": self.group_size,
-            "TILE_SIZE": self.tile_size,
-            "CACHE_ELEMENT": _ELEMENTS[self.cache_dtype],
-            "BLOCK_SIZE": block_size,
-            "SEGMENT_SIZE": SEGMENT_SIZE,
-        }
+        element, cache_element = (str(each).removeprefix("torch.") for each in (self.dtype, self.cache_dtype))
+        macros = library_macros(num_heads, num_kv_heads, head_dim, element, cache_element, block_size)
         if at_most is not None:
             macros["AT_MOST"] = at_most
-        self.native = load_library(_SOURCE, macros, tuple(_FUNCTIONS), [_PRODUCTS])
+        self.group_size, self.tile_size = int(macros["GROUP_SIZE"]), int(macros["TILE_SIZE"])
+        self.native = load_library(SOURCES, macros, tuple(_FUNCTIONS))
         for name, types in _FUNCTIONS.items():
             function = getattr(self.native, name)
             function.argtypes, function.restype = types, None

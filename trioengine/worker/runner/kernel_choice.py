@@ -11,8 +11,8 @@ import torch
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.hub.model_config import TextConfig
+from trioengine.worker.compiler import CompilerMissing, KernelsUnavailable
 from trioengine.worker.kernels import Kernels
-from trioengine.worker.kernels.compiler import CompilerMissing, KernelsUnavailable
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.runner.cuda_graphs import can_record

@@ -18,6 +18,7 @@ import signal
 import stat
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -49,41 +50,86 @@ class CompilerMissing(KernelsUnavailable):
     """The machine has no C++ compiler."""
 
 
+_compiling = threading.Lock()
+_failures: dict[Path, KernelsUnavailable] = {}  # of `compile_library`, by the place of the library
+
+
 def find_compiler() -> str | None:
     """Find GCC's compiler: with its OpenMP runtime the kernels share torch's threads."""
     return shutil.which("g++")
 
 
 def load_library(
-    source: Path, macros: Mapping[str, str | int], functions: Sequence[str] = (), others: Sequence[Path] = ()
+    sources: Sequence[Path], macros: Mapping[str, str | int], functions: Sequence[str] = ()
 ) -> ctypes.CDLL:
-    """Load the source as a library with these functions, compiled with these macros unless a kept one can be trusted.
+    """Load the sources, of one folder, as a library with these functions.
 
-    `others`: sources of the same folder that are parts of the library too.
-
-    Raises KernelsUnavailable if it can be neither loaded nor compiled.
+    It is compiled with these macros unless a kept one can be trusted. Raises KernelsUnavailable if it can be neither
+    loaded nor compiled.
     """
-    compiler = find_compiler()
-    if compiler is None:
-        raise CompilerMissing("no C++ compiler found; install g++")
-    command = [compiler, *_FLAGS, *(f"-D{name}={value}" for name, value in macros.items())]
-    try:
-        sources = [each.absolute() for each in (source, *others)]
-        kept = _home() / f"{_hash(sources, command)}.so"
+    command = _command(macros)
+    with _compiling, _describing_errors():
+        kept = _place(sources, command)
+        if (failure := _failures.pop(kept, None)) is not None:
+            raise failure
         library = _load_kept(kept)
         if library is not None and _missing(library, functions) is None:
             return library
-        logger.info("compiling the CPU kernels for this model and machine")
-        with _private_folder() as folder:
-            made = folder / kept.name
-            _compile(sources, command, made)
-            _keep(made, kept)
+        with _compiled(sources, command, kept) as made:
             library = _load(made, kept)
-    except OSError as exc:
-        raise KernelsUnavailable(f"nothing can be compiled: {exc}") from exc
     if (function := _missing(library, functions)) is not None:
         raise KernelsUnavailable(f"the compiled library lacks the function {function}")
     return library
+
+
+def compile_library(sources: Sequence[Path], macros: Mapping[str, str | int]) -> None:
+    """Compile a library that is not kept yet, and keep it. `load_library` waits for this in another thread.
+
+    The library is not loaded: it is linked to the OpenMP that torch loads. Raises KernelsUnavailable, and so does the
+    next `load_library` of this library.
+    """
+    command = _command(macros)
+    with _compiling, _describing_errors():
+        kept = _place(sources, command)
+        if kept.exists():
+            return
+        try:
+            with _compiled(sources, command, kept):
+                pass
+        except KernelsUnavailable as exc:
+            _failures[kept] = exc
+            raise
+
+
+def _command(macros: Mapping[str, str | int]) -> list[str]:
+    compiler = find_compiler()
+    if compiler is None:
+        raise CompilerMissing("no C++ compiler found; install g++")
+    return [compiler, *_FLAGS, *(f"-D{name}={value}" for name, value in macros.items())]
+
+
+@contextlib.contextmanager
+def _describing_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise KernelsUnavailable(f"nothing can be compiled: {exc}") from exc
+
+
+def _place(sources: Sequence[Path], command: Sequence[str]) -> Path:
+    """Return the place where the library is kept, or will be."""
+    return _home() / f"{_hash(sources, command)}.so"
+
+
+@contextlib.contextmanager
+def _compiled(sources: Sequence[Path], command: Sequence[str], kept: Path) -> Iterator[Path]:
+    """Compile a library and keep it where that is possible; within the block it also is in a private folder."""
+    logger.info("compiling the CPU kernels for this model and machine")
+    with _private_folder() as folder:
+        made = folder / kept.name
+        _compile([source.absolute() for source in sources], command, made)
+        _keep(made, kept)
+        yield made
 
 
 def _hash(sources: Sequence[Path], command: Sequence[str]) -> str:
