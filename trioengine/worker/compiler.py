@@ -83,7 +83,7 @@ def load_library(
 
 
 def compile_library(sources: Sequence[Path], macros: Mapping[str, str | int]) -> None:
-    """Compile a library that is not kept yet, and keep it. `load_library` waits for this in another thread.
+    """Compile a library that is not kept yet, unless none can be kept. `load_library` waits for this in another thread.
 
     The library is not loaded: it is linked to the OpenMP that torch loads. Raises KernelsUnavailable, and so does the
     next `load_library` of this library.
@@ -91,7 +91,7 @@ def compile_library(sources: Sequence[Path], macros: Mapping[str, str | int]) ->
     command = _command(macros)
     with _compiling, _describing_errors():
         kept = _place(sources, command)
-        if kept.exists():
+        if kept.exists() or not _can_keep_in(kept.parent):
             return
         try:
             with _compiled(sources, command, kept):
@@ -226,8 +226,7 @@ def _compile(sources: Sequence[Path], command: Sequence[str], made: Path) -> Non
 def _keep(made: Path, kept: Path) -> None:
     """Also in place of a file that is damaged or not trusted; nothing is kept in a folder that others can change."""
     with contextlib.suppress(OSError):
-        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_ours(kept.parent):
+        if not _can_keep_in(kept.parent):
             return
         with tempfile.TemporaryDirectory(prefix=_WORKPLACE, dir=kept.parent) as workplace:
             copy = Path(workplace) / kept.name
@@ -237,6 +236,15 @@ def _keep(made: Path, kept: Path) -> None:
                 file.flush()
                 os.fsync(file.fileno())  # a crash of the machine leaves the whole file under the name, or none
             copy.replace(kept)
+
+
+def _can_keep_in(folder: Path) -> bool:
+    """Make the folder of kept libraries if it is absent. False where others can change it, or this user cannot."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _is_ours(folder) and os.access(folder, os.W_OK)
+    except OSError:
+        return False
 
 
 def _load(made: Path, kept: Path) -> ctypes.CDLL:

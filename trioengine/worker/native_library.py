@@ -73,7 +73,8 @@ def _is_for_cpu(device: str) -> bool:
 def _has_fast_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16, by the flags that Linux shows."""
     with suppress(OSError):
-        return any(flag in Path("/proc/cpuinfo").read_text("ascii") for flag in (" avx512_bf16", " amx_tile"))
+        flags = Path("/proc/cpuinfo").read_bytes()
+        return b" avx512_bf16" in flags or b" amx_tile" in flags
     return False
 
 
