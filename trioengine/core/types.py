@@ -25,7 +25,7 @@ token_ids: Callable[..., TokenIds] = partial(array, "i")  # packs an iterable of
 
 
 class TableEnum(enum.Enum):
-    """An enumeration whose members are keys of tables: unlike `Enum`'s own, its hash is no call of Python code."""
+    """An enumeration whose members are keys of tables: its hash, unlike that of `Enum`, does not call Python code."""
 
     __hash__ = object.__hash__
 
