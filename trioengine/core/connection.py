@@ -64,7 +64,7 @@ from trioengine.core.messages import (
     Woken,
 )
 from trioengine.core.power import ALL_TAGS, Tag
-from trioengine.core.types import FinishReason, TableEnum
+from trioengine.core.types import FinishReason, TableEnum, token_ids
 
 MIN_FRAME_LIMIT = 1 << 20  # bytes: room for everything in a message but its token ids
 BYTES_PER_TOKEN = 16  # of the context: each may be a token id, and the first one of an image's tile
@@ -234,12 +234,10 @@ class Connection:
         self._open(message.session).ending = True
 
     def _tokens(self, message: Tokens) -> None:
-        sessions, finished = set(), []
+        finished, generated = [], token_ids()
         for row in message.rows:
-            sessions.add(row.session)
             attachment = self._in_flight(row.session, row.request)
-            if row.token_ids and not 0 <= min(row.token_ids) <= max(row.token_ids) < self._vocab_size:
-                raise _Violation(f"with a token outside the vocabulary of {self._vocab_size}")
+            generated.extend(row.token_ids)
             if row.finish_reason is None:
                 if not row.token_ids and not row.prompt_logprobs:
                     raise _Violation("with a row that has no token and is not the last one")
@@ -253,7 +251,9 @@ class Connection:
             if row.usage is None:
                 raise _Violation("with a last row that has no usage")
             finished.append(attachment)
-        if len(sessions) < len(message.rows):
+        if generated and not 0 <= min(generated) <= max(generated) < self._vocab_size:
+            raise _Violation(f"with a token outside the vocabulary of {self._vocab_size}")
+        if len({row.session for row in message.rows}) < len(message.rows):
             raise _Violation("with two rows of one session")
         for attachment in finished:
             attachment.in_flight = False

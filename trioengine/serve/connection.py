@@ -264,9 +264,8 @@ class ConnectionHandler:
             raise _unsupported_encoding(request)
         waiting = connection.waiting(self._limits.body_timeout)
         try:
-            return dataclasses.replace(
-                request, body=await connection.http.read_body(max_size, held, waiting), held=held
-            )
+            body = await connection.http.read_body(max_size, held, waiting)
+            return dataclasses.replace(request, body=body, held=held)
         except trio.TooSlowError:
             message = f"the body did not come within {self._limits.body_timeout:g} s"
             raise BadRequest.of(408, "request_timeout", message) from None

@@ -54,7 +54,10 @@ class HttpRequest:
 
     def header(self, name: bytes) -> bytes | None:
         """Return the first value of a header."""
-        return next((value for key, value in self.headers if key == name), None)
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
 
     @property
     def wants_websocket(self) -> bool:
