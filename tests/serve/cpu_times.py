@@ -1,8 +1,8 @@
 """Compare the CPU time of the servers of two source trees for an output token, under the same loads in turn.
 
 `python tests/serve/cpu_times.py TREE OTHER_TREE ROUNDS [options of bench serve]` prints a line for each round, and the
-medians. Both servers run the default model on this machine, with 64 sequences at most. Each round has a seed of its own,
-so that no prompt is in a prefix cache. The first round is not counted.
+medians. Both servers run the default model on this machine, with 64 sequences at most. Each round has its own seed, so
+that no prompt is in a prefix cache. The first round is not counted.
 """
 
 import json
