@@ -39,6 +39,8 @@ def serving(tree):
                     break
             except OSError:
                 time.sleep(0.2)
+        if process.poll() is not None:
+            sys.exit(f"the server of {tree} has ended with status {process.returncode}")
         yield url
     finally:
         process.terminate()

@@ -312,6 +312,15 @@ async def test_a_preflight(autojump_clock):
         assert data.count(b"HTTP/1.1 200 ") == 2
 
 
+async def test_a_preflight_for_a_header_with_control_characters(autojump_clock):
+    """They are allowed in the value of a header; the response repeats it."""
+    asked = (f"Origin: {SITE}", "Access-Control-Request-Method: POST", "Access-Control-Request-Headers: a\1b")
+    async with open_clients(allowed_origin=SITE, **KEYS) as clients:
+        data = await clients.http(get("/version", *asked, method="OPTIONS"))
+    assert data.startswith(b"HTTP/1.1 200 ")
+    assert b"access-control-allow-headers: a\1b\r\n" in data
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

@@ -10,7 +10,7 @@ import pytest
 import trio
 from helpers.clients import CHAT, Clients, chat, read_all, status_and_body
 from helpers.frames import HANDSHAKE, request
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
@@ -334,10 +334,12 @@ async def test_every_response_has_a_date(autojump_clock, clients, monkeypatch):
 
 # ---- the headers of a response ------------------------------------------------------------------------------------
 
-FIELD_BYTES = st.binary(max_size=3) | st.lists(st.sampled_from(b"aX-: \t\r\n\0\x80"), max_size=8).map(bytes)
+FIELD_BYTES = st.binary(max_size=3) | st.lists(st.sampled_from(b"ax-: \t\r\n\0\1\x80"), max_size=8).map(bytes)
 
 
 @given(st.lists(st.tuples(FIELD_BYTES, FIELD_BYTES), max_size=3))
+@example([(b"a: a", b"x")])
+@example([(b"a", b"\1\x1f \t\x7f\xff")])
 def test_a_client_reads_the_headers_that_were_rendered(headers):
     try:
         lines = header_lines(headers)
@@ -349,7 +351,19 @@ def test_a_client_reads_the_headers_that_were_rendered(headers):
     client = h11.Connection(h11.CLIENT)
     client.send(h11.Request(method="GET", target="/", headers=[("host", "a")]))
     client.receive_data(b"HTTP/1.1 200 OK\r\n" + lines + b"\r\n")
-    assert client.next_event().headers == [(name.lower(), value) for name, value in headers]
+    assert client.next_event().headers == headers
+
+
+@given(FIELD_BYTES, FIELD_BYTES)
+def test_headers_that_h11_would_send_are_rendered(name, value):
+    name = name.lower()
+    try:
+        h11.Response(status_code=200, headers=[(name, value)])
+    except h11.LocalProtocolError:
+        with pytest.raises(ValueError, match="not allowed"):
+            header_lines([(name, value)])
+    else:
+        assert header_lines([(name, value)]) == name + b": " + value + b"\r\n"
 
 
 @pytest.mark.parametrize(

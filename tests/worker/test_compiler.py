@@ -136,6 +136,26 @@ def test_a_failure_ahead_is_raised_once_more(source, compilations):
     assert compilations() == 2
 
 
+def test_a_compiler_that_always_fails_is_waited_for_once(source, tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    use_compiler(tmp_path, monkeypatch, f"#!/bin/sh\necho >> {log}\necho 'error: no space left' >&2\nexit 1\n")
+    for attempt in (compile_library, load_library):
+        with pytest.raises(KernelsUnavailable, match="no space left"):
+            attempt([source], {})
+    assert len(log.read_text().splitlines()) == 1
+
+
+def test_an_error_beside_the_compilation_ends_it(path, tmp_path, home, monkeypatch):
+    entered = tmp_path / "entered"
+    os.mkfifo(entered)
+    do = f"echo > {entered}; sleep 1000"
+    use_compiler(tmp_path, monkeypatch, WHEN_COMPILING.format(do=do, compiler=shutil.which("g++")))
+    with pytest.raises(ZeroDivisionError), compiling_ahead(WorkerConfig(str(path), device="cpu")):
+        with entered.open():  # the compiler runs
+            raise ZeroDivisionError
+    assert not list(home.iterdir())
+
+
 def test_nothing_is_compiled_ahead_that_cannot_be_kept(source, tmp_path, monkeypatch, compilations):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRIOENGINE_HOME", str(tmp_path / "file"))

@@ -18,7 +18,7 @@ async def run_session(session: SessionActor, gate: Gate) -> None:
         while session.end_cause is None:
             request = session.request
             deadline = math.inf if request is None or request.outcome is not None else request.deadline.at
-            if not await _came_before(deadline, session.task_wake) and request is not None:
+            if not await _came_in_time(session.task_wake, deadline) and request is not None:
                 session.abort_request(request, Cause.TIMEOUT)
                 session.leave(request)  # decided now: a finish on its way is too late
             if session.end_cause is None:
@@ -31,7 +31,7 @@ async def run_session(session: SessionActor, gate: Gate) -> None:
         session.end(Cause.SHUTDOWN)
 
 
-async def _came_before(deadline: float, event: trio.Event) -> bool:
+async def _came_in_time(event: trio.Event, deadline: float) -> bool:
     """Wait for the event; False if the deadline passes first, on trio's clock."""
     if deadline == math.inf:
         await event.wait()  # without a scope, which most sessions never need

@@ -79,8 +79,8 @@ class _Connection:
     http: HttpConnection
     slot: ConnectionSlot
 
-    def waiting(self, timeout: float) -> Waiting:
-        """Return the block in which the client is awaited, until `timeout` seconds from now."""
+    def waiting_until(self, timeout: float) -> Waiting:
+        """Return a function that makes the slot's context of waiting, until `timeout` seconds from now."""
         return partial(self.slot.waiting, trio.current_time() + timeout)
 
 
@@ -221,7 +221,7 @@ class ConnectionHandler:
         except trio.TooSlowError:
             return None
         with log_unreadable(http):
-            return self._without_root(await http.next_head(connection.waiting(limits.handshake_timeout)))
+            return self._without_root(await http.next_head(connection.waiting_until(limits.handshake_timeout)))
 
     def _without_root(self, request: HttpRequest | None) -> HttpRequest | None:
         """Return the request with the path of its route: a proxy may have left the prefix in it."""
@@ -262,7 +262,7 @@ class ConnectionHandler:
         """Read the body. The caller keeps no reference to the result, so that the handler can drop it."""
         if request.is_encoded:
             raise _unsupported_encoding(request)
-        waiting = connection.waiting(self._limits.body_timeout)
+        waiting = connection.waiting_until(self._limits.body_timeout)
         try:
             body = await connection.http.read_body(max_size, held, waiting)
             return dataclasses.replace(request, body=body, held=held)

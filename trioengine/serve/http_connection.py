@@ -40,11 +40,11 @@ from trioengine.serve.limits import Held
 
 logger = logging.getLogger("trioengine")
 T = TypeVar("T")
-Waiting: TypeAlias = Callable[[], AbstractContextManager[object]]  # the block in which more bytes are awaited
+Waiting: TypeAlias = Callable[[], AbstractContextManager[object]]  # makes the context in which more bytes are awaited
 MAX_PIPELINED = 64 << 10  # bytes that a client may send while its request is handled
 MAX_FRAMING = 64 << 10  # bytes around the chunks of a request's body, beside as many as their content has
 _END_OF_CHUNKS = b"\r\n\r\n"  # also behind trailers
-_FRAMING = (b"connection", b"content-length")  # a response's headers that h11 gets; it validates each five times
+_FRAMING = (b"connection", b"content-length", b"transfer-encoding")  # h11 gets these; it validates each five times
 
 
 class HttpConnection:
@@ -84,7 +84,7 @@ class HttpConnection:
     async def next_head(self, waiting: Waiting) -> HttpRequest | None:
         """Read the next request without its body; None if the client has closed the connection. Raises BadRequest.
 
-        A head that was read as a whole before is awaited no more; `waiting` may raise errors of its own.
+        `waiting` is entered only if the head has not come as a whole; its errors pass through.
         """
         self.is_new = self._head_only = False
         self.status, self.problem, self.common_headers = None, None, ()
@@ -118,7 +118,7 @@ class HttpConnection:
     async def read_body(self, max_size: int, held: Held, waiting: Waiting) -> bytes:
         """Read the rest of the request. Raises BadRequest beyond `max_size` bytes, or beyond the budget of `held`.
 
-        `waiting` is entered where the body did not come with the head, and may raise errors of its own.
+        `waiting` is entered only if the body has not come as a whole with the head; its errors pass through.
         """
         body = bytearray()
         self._tail = self._h11.trailing_data[0]
@@ -236,12 +236,13 @@ class HttpConnection:
         return self._head(response.status, [(b"content-type", response.content_type), *response.headers])
 
     def _head(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
-        self.status = status
         reason = HTTPStatus(status).phrase.encode()
         sent = [*headers, *self.common_headers, (b"date", http_date())]
+        lines = header_lines([header for header in sent if header[0] not in _FRAMING])
         framing = [header for header in sent if header[0] in _FRAMING]
         head = self._h11.send(h11.Response(status_code=status, headers=framing, reason=reason)) or b""
-        return head[:-2] + header_lines([header for header in sent if header[0] not in _FRAMING]) + head[-2:]
+        self.status = status
+        return head[:-2] + lines + head[-2:]
 
     async def respond(self, response: HttpResponse) -> None:
         """Send a whole response to the latest request, in one piece. Raises Disconnected."""

@@ -1,8 +1,9 @@
 """Limits of a server: slots for connections, budgets for bytes, and the requests in flight by their ids.
 
-A connection that waits for its client (for a request's head, its body, or the next request) can make room for another.
-One that lingers (it has sent its last response, and is closed when its client has read it) makes room before all
-others. One whose request is being handled, or that is a WebSocket, keeps its slot.
+A connection that waits for its client (for the next request, the rest of its head, or of its body) can make room for
+another. The one that has waited longest goes first; each of these three waits begins anew. One that lingers (it has
+sent its last response, and is closed when its client has read it) makes room before all others. One whose request is
+being handled, or that is a WebSocket, keeps its slot.
 
 The bytes that the server keeps for clients are counted for the process and for each key: bodies of requests, from the
 first byte until the engine has the prompt, long responses with token ids, log-probabilities or an echo (see

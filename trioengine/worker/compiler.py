@@ -51,7 +51,8 @@ class CompilerMissing(KernelsUnavailable):
 
 
 _compiling = threading.Lock()
-_failures: dict[Path, KernelsUnavailable] = {}  # of `compile_library`, by the place of the library
+_failures: dict[tuple[Path | str, ...], KernelsUnavailable] = {}  # of `compile_library`, by sources and command
+_running: set[subprocess.Popen[bytes]] = set()
 
 
 def find_compiler() -> str | None:
@@ -69,9 +70,9 @@ def load_library(
     """
     command = _command(macros)
     with _compiling, _describing_errors():
-        kept = _place(sources, command)
-        if (failure := _failures.pop(kept, None)) is not None:
+        if (failure := _failures.pop((*sources, *command), None)) is not None:
             raise failure
+        kept = _place(sources, command)
         library = _load_kept(kept)
         if library is not None and _missing(library, functions) is None:
             return library
@@ -89,16 +90,22 @@ def compile_library(sources: Sequence[Path], macros: Mapping[str, str | int]) ->
     next `load_library` of this library.
     """
     command = _command(macros)
-    with _compiling, _describing_errors():
-        kept = _place(sources, command)
-        if kept.exists() or not _can_keep_in(kept.parent):
-            return
+    with _compiling:
         try:
-            with _compiled(sources, command, kept):
-                pass
+            with _describing_errors():
+                kept = _place(sources, command)
+                if not kept.exists() and _can_keep_in(kept.parent):
+                    with _compiled(sources, command, kept):
+                        pass
         except KernelsUnavailable as exc:
-            _failures[kept] = exc
+            _failures[*sources, *command] = exc
             raise
+
+
+def end_compilers() -> None:
+    """Kill the compilers that run: `load_library` and `compile_library` raise KernelsUnavailable in their threads."""
+    for process in list(_running):
+        _end(process)
 
 
 def _command(macros: Mapping[str, str | int]) -> list[str]:
@@ -145,6 +152,8 @@ def _run(*commands: Sequence[str], folder: Path | None = None) -> list[bytes]:
         outputs = []
         for command in commands:
             process = _start(command, folder)
+            _running.add(process)
+            running.callback(_running.discard, process)
             running.callback(_end, process)
             outputs.append(threads.submit(_wait, process, command[0]))
         for output in as_completed(outputs):

@@ -11,14 +11,14 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from trioengine.core.config import WorkerConfig
-from trioengine.core.errors import ModelError
 from trioengine.hub.checkpoint import map_file, read_gguf, read_safetensors
 from trioengine.hub.model_config import TextConfig
-from trioengine.worker.compiler import KernelsUnavailable, compile_library
+from trioengine.worker.compiler import compile_library, end_compilers
 
 SOURCES = [Path(__file__).parent / "kernels" / name for name in ("native.cpp", "products.cpp")]
 SEGMENT_SIZE = 512  # tokens of a context whose sums are computed by themselves; another size changes the bits
 _ELEMENTS = {"float32": "float", "bfloat16": "bfloat16", "int8": "int8_t"}
+_GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of a Windows host, and of AMD
 _TILE_BYTES = 72 << 10  # of queries, scores and results, in float32, as float_attention.h has them
 _KEYS, _LANES = 64, 16  # of tile.h and lanes.h, at most
 
@@ -44,13 +44,16 @@ def library_macros(
 def compiling_ahead(config: WorkerConfig) -> Iterator[None]:
     """Compile in another thread, while the block imports torch, the library that this model will probably load.
 
-    The block ends when the compiler does. Device and dtype are guessed without torch: after a wrong guess a library is
-    kept that is not loaded.
+    Device and dtype are guessed without torch. After a wrong guess a library is kept that is not loaded, and the block
+    ends when the compiler does. An exception in the block ends the compiler.
     """
-    thread = threading.Thread(target=_compile_ahead, args=(config,), name="compiler")
+    thread = threading.Thread(target=_compile_ahead, args=(config,), name="kernel compiler")
     thread.start()
     try:
         yield
+    except BaseException:
+        end_compilers()
+        raise
     finally:
         thread.join()
 
@@ -60,14 +63,14 @@ def _compile_ahead(config: WorkerConfig) -> None:
         return
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if _has_fast_bfloat16() else "float32"
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    with suppress(ModelError, KernelsUnavailable, OSError):  # raised again, and reported, where the library is loaded
+    with suppress(Exception):  # raised again, and reported, where the library is loaded
         text = _text_config(Path(config.model_path))
         shape = text.num_heads, text.num_kv_heads, text.head_dim
         compile_library(SOURCES, library_macros(*shape, dtype, cache_dtype, config.block_size))
 
 
 def _is_for_cpu(device: str) -> bool:
-    return device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
+    return device == "cpu" or (device == "auto" and not any(Path(name).exists() for name in _GPUS))
 
 
 def _has_fast_bfloat16() -> bool:
