@@ -100,10 +100,6 @@ def _pack(value: Any) -> Any:
     raise TypeError(f"msgpack has no type for {type(value).__name__}")
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
 class _Mismatch(Exception):
     """A packed value does not have the type that its field wants."""
 
@@ -113,7 +109,7 @@ class _Kind(NamedTuple):
 
     plain: frozenset[type]
     unpack: Callable[[Any], Any]  # raises _Mismatch
-    pack: Callable[[Any], Any] = _as_it_is  # for msgpack, which calls `_pack`
+    pack: Callable[[Any], Any] | None = None  # for msgpack, which calls `_pack`; None: the value as it is
 
 
 class _Record:
@@ -124,7 +120,7 @@ class _Record:
         self.names = [field.name for field in dataclasses.fields(cls)]
         self.kinds = {name: _kind(hints[name]) for name in self.names}
         self._plain = [kind.plain for kind in self.kinds.values()]
-        self._packed = [(i, kind.pack) for i, kind in enumerate(self.kinds.values()) if kind.pack is not _as_it_is]
+        self._packed = [(i, kind.pack) for i, kind in enumerate(self.kinds.values()) if kind.pack is not None]
         self._name, self._length = cls.__name__, len(self.names)
         self._make = params_of_valid if cls is ResolvedParams else cls  # the engine has validated them
 
@@ -156,7 +152,7 @@ class _Record:
             if columns and column.count(None) == len(column):
                 columns.append(None)
             else:
-                columns.append(column if kind.pack is _as_it_is else list(map(kind.pack, column)))
+                columns.append(column if kind.pack is None else list(map(kind.pack, column)))
         return columns
 
     def unpack_all(self, columns: Any) -> tuple[Any, ...]:
@@ -189,7 +185,7 @@ def _kind(annotation: Any) -> _Kind:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (types.UnionType, typing.Union):
         (inner,) = (_kind(arg) for arg in args if arg is not types.NoneType)
-        pack = inner.pack if inner.pack is _as_it_is else partial(_pack_optional, inner.pack)
+        pack = None if inner.pack is None else partial(_pack_optional, inner.pack)
         return _Kind(inner.plain | {types.NoneType}, inner.unpack, pack)
     if origin is tuple and isinstance(args[0], type) and dataclasses.is_dataclass(args[0]):
         record = _record(args[0])
