@@ -11,8 +11,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import time
-import urllib.request
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -33,14 +31,8 @@ def serving(tree):
     process = subprocess.Popen([*COMMAND, "serve", "--port", str(port), *SERVE], env=environment)
     url = f"http://127.0.0.1:{port}"
     try:
-        while process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"{url}/ready"):
-                    break
-            except OSError:
-                time.sleep(0.2)
-        if process.poll() is not None:
-            sys.exit(f"the server of {tree} has ended with status {process.returncode}")
+        ready = ("curl", "-sf", "--retry", "60", "--retry-delay", "1", "--retry-connrefused", f"{url}/ready")
+        subprocess.run(ready, stdout=subprocess.DEVNULL, check=True)
         yield url
     finally:
         process.terminate()

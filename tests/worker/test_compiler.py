@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import os
 import select
 import shutil
@@ -14,47 +13,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.torch_driver import generate, load, needs_compiler
+from helpers.compilers import SOURCE, WHEN_COMPILING, count_compilations, own_home, use_compiler, write_source
+from helpers.torch_driver import generate, load
 
-from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
-from trioengine.worker.compiler import CompilerMissing, KernelsUnavailable, compile_library, load_library
-from trioengine.worker.native_library import SOURCES, compiling_ahead
-from trioengine.worker.runner.model_runner import TorchModelRunner
-
-SOURCE = 'extern "C" int answer() { return ANSWER; }'
-WHEN_COMPILING = '#!/bin/sh\ncase "$*" in *" -c "*) {do};; esac\nexec {compiler} "$@"\n'
-COUNTING = '#!/bin/sh\necho "$@" >> {log}\nexec {compiler} "$@"\n'
+from trioengine.worker.compiler import CompilerMissing, KernelsUnavailable, load_library
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    needs_compiler()
-    monkeypatch.setenv("TRIOENGINE_HOME", str(tmp_path / "home"))
-    return tmp_path / "home" / "kernels"
+    return own_home(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def source(tmp_path):
-    path = tmp_path / "source.cpp"
-    path.write_text(SOURCE)
-    return path
+    return write_source(tmp_path)
 
 
 @pytest.fixture
 def compilations(tmp_path, monkeypatch):
-    """How often the compiler has made an object file so far."""
-    log = tmp_path / "log"
-    use_compiler(tmp_path, monkeypatch, COUNTING.format(log=log, compiler=shutil.which("g++")))
-    return lambda: sum(" -c " in line for line in log.read_text().splitlines())
-
-
-def use_compiler(tmp_path, monkeypatch, script):
-    directory = tmp_path / "bin"
-    directory.mkdir()
-    (directory / "g++").write_text(script)
-    (directory / "g++").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
+    return count_compilations(tmp_path, monkeypatch)
 
 
 def test_compiled_once(source, home, compilations):
@@ -95,82 +73,6 @@ def test_many_at_once(source, home):
         thread.join()
     assert answers == [7] * 4
     assert [path.suffix for path in home.iterdir()] == [".so"]
-
-
-# ---- ahead ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_library_that_was_compiled_ahead_is_loaded(source, compilations):
-    compile_library([source], {"ANSWER": 9})
-    compile_library([source], {"ANSWER": 9})
-    assert load_library([source], {"ANSWER": 9}).answer() == 9
-    assert compilations() == 1
-
-
-def test_loading_waits_for_the_compilation(source, tmp_path, monkeypatch):
-    """One at a time, so that it is compiled once."""
-    entered, log = tmp_path / "entered", tmp_path / "log"
-    os.mkfifo(entered)
-    do = f"echo >> {log}; echo > {entered}"
-    use_compiler(tmp_path, monkeypatch, WHEN_COMPILING.format(do=do, compiler=shutil.which("g++")))
-    ahead = threading.Thread(target=compile_library, args=([source], {"ANSWER": 9}))
-    ahead.start()
-    answers = []
-    loading = threading.Thread(target=lambda: answers.append(load_library([source], {"ANSWER": 9}).answer()))
-    with entered.open():  # the compiler runs
-        loading.start()
-    loading.join()
-    ahead.join()
-    assert answers == [9]
-    assert len(log.read_text().splitlines()) == 1
-
-
-def test_a_failure_ahead_is_raised_once_more(source, compilations):
-    source.write_text("int x = y;")
-    for attempt in (compile_library, load_library):
-        with pytest.raises(KernelsUnavailable, match="was not declared"):
-            attempt([source], {})
-    assert compilations() == 1
-    with pytest.raises(KernelsUnavailable, match="was not declared"):
-        load_library([source], {})
-    assert compilations() == 2
-
-
-def test_a_compiler_that_always_fails_is_waited_for_once(source, tmp_path, monkeypatch):
-    log = tmp_path / "log"
-    use_compiler(tmp_path, monkeypatch, f"#!/bin/sh\necho >> {log}\necho 'error: no space left' >&2\nexit 1\n")
-    for attempt in (compile_library, load_library):
-        with pytest.raises(KernelsUnavailable, match="no space left"):
-            attempt([source], {})
-    assert len(log.read_text().splitlines()) == 1
-
-
-def test_an_error_beside_the_compilation_ends_it(path, tmp_path, home, monkeypatch):
-    entered = tmp_path / "entered"
-    os.mkfifo(entered)
-    do = f"echo > {entered}; sleep 1000"
-    use_compiler(tmp_path, monkeypatch, WHEN_COMPILING.format(do=do, compiler=shutil.which("g++")))
-    with pytest.raises(ZeroDivisionError), compiling_ahead(WorkerConfig(str(path), device="cpu")):
-        with entered.open():  # the compiler runs
-            raise ZeroDivisionError
-    assert not list(home.iterdir())
-
-
-def test_nothing_is_compiled_ahead_that_cannot_be_kept(source, tmp_path, monkeypatch, compilations):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("TRIOENGINE_HOME", str(tmp_path / "file"))
-    compile_library([source], {"ANSWER": 3})
-    assert load_library([source], {"ANSWER": 3}).answer() == 3
-    assert compilations() == 1
-
-
-def test_the_home_of_another_user_is_none_for_us(source, home, monkeypatch, compilations):
-    home.mkdir(parents=True)
-    home.chmod(0o777)
-    compile_library([source], {"ANSWER": 3})
-    assert not list(home.iterdir())
-    assert load_library([source], {"ANSWER": 3}).answer() == 3
-    assert compilations() == 1
 
 
 def test_a_home_that_cannot_be_made(source, tmp_path, monkeypatch, compilations):
@@ -379,30 +281,6 @@ def test_without_a_compiler_the_kernels_are_those_of_torch(path, prompt, monkeyp
     assert capfd.readouterr() == ("", "")
     with pytest.raises(ModelError, match=r"no native kernels: no C\+\+ compiler found; .*choose kernels auto or torch"):
         load(path, kernels="native")
-
-
-CONFIGURATIONS = [
-    {},
-    {"dtype": "bfloat16", "block_size": 32},
-    {"dtype": "float32", "kv_cache_dtype": "int8"},
-]
-
-
-@pytest.mark.parametrize("changes", CONFIGURATIONS)
-def test_the_library_that_is_compiled_ahead_is_the_one_that_the_model_loads(path, compilations, changes):
-    config = WorkerConfig(str(path), device="cpu", kv_cache_memory=64 << 20, **changes)
-    with compiling_ahead(config):
-        pass
-    assert compilations() == len(SOURCES)
-    assert TorchModelRunner.load(config, lambda done, total: None).info.kernels == "native"
-    assert compilations() == len(SOURCES)
-
-
-@pytest.mark.parametrize("changes", [{"kernels": "torch"}, {"device": "cuda"}, {"model_path": "/nowhere"}])
-def test_nothing_is_compiled_ahead(path, home, changes):
-    with compiling_ahead(dataclasses.replace(WorkerConfig(str(path)), **changes)):
-        pass
-    assert not home.exists()
 
 
 def test_a_compiler_that_fails_is_told(path, tmp_path, monkeypatch, capfd):

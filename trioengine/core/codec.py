@@ -37,9 +37,10 @@ def encode(message: Message) -> bytes:
     name, record = WIRE_NAMES[type(message)], _RECORDS[type(message)]
     try:
         packed = dict(zip(record.names, record.pack(message), strict=True))
-        return msgpack.packb({_TYPE: name, **packed}, default=_pack)  # type: ignore[no-any-return]
+        payload: bytes = msgpack.packb({_TYPE: name, **packed}, default=_pack)
     except (TypeError, AttributeError, ValueError, OverflowError) as exc:
         raise LocalProtocolError(f"{name} cannot be packed: {exc}") from exc
+    return payload
 
 
 def decode(payload: bytes | memoryview) -> Message:
