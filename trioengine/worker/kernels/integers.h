@@ -248,8 +248,14 @@ constexpr float LARGEST_CODE = 127.0f, LARGEST_SCALE = 32767.0f;
 constexpr float OFFSET_STEP = 1 << 7, SUM_STEP = GROUP * OFFSET_STEP;  // in the unit of the row
 constexpr float TINY = 1e-30f;
 
+// All threads have read these lines in the last product: without it each store waits until the others give its line up.
+inline void fetch_to_write(const void *data, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char *)data + i, 1);
+}
+
 // LANES groups at a time. If a number is not finite, the unit is nan, and with it all results of the row.
 inline void quantize_row(const Element *x, int64_t row, const Weight &w, const Activations &to) {
+    fetch_to_write(to.pairs + row * num_pairs(w), num_pairs(w) * sizeof(RowPair));
     const float largest = largest_magnitude(x, w.inputs);
     // A little larger than the numbers need: an offset may be rounded away from them, and scales are rounded up.
     const float unit = std::max(largest, TINY) * (1.0f + 0x1p-14f) / (LARGEST_CODE * LARGEST_SCALE);
