@@ -1,18 +1,20 @@
 """Compare two servers under the same loads in turn.
 
-`python tests/serve/server_rounds.py SERVER OTHER ROUNDS [options of bench serve]`
+`python tests/serve/server_rounds.py SERVER OTHER ROUNDS [options of bench serve]`, with the root and tests in
+PYTHONPATH.
 
-A server is a source tree of this project, which serves the default model with 64 sequences at most, or else a command
-with {port} in it. Prints for each round, and as medians, the output tokens a second, the mean time to the first token,
-the CPU time of the server's process for an output token, and the ratios of the second server's to the first one's. Each
-server is stopped while the other one is measured. Each round has its own seed, so that a prefix cache has no more of a
-prompt than the chat template. The first round is not counted.
+A server is a source tree of this project, which serves the default model with 64 sequences at most, or a command
+without a shell, in which {port} is replaced. It has to export `process_cpu_seconds_total`. The process group of each
+server is stopped while the other one is measured. Each round prints the output tokens a second, the mean time to the
+first token and the CPU time of the server's process for an output token, of both servers, and the second one's divided
+by the first one's; then come the medians of all these figures. Each round has its own seed, so that only the chat
+template of a prompt is in a prefix cache. The first round is not counted.
 """
 
+import http.client
 import json
 import os
 import shlex
-import signal
 import socket
 import statistics
 import subprocess
@@ -23,9 +25,11 @@ from pathlib import Path
 from time import monotonic, sleep
 from urllib.error import HTTPError
 
+from helpers.stopped_processes import StoppedProcess, end_on_sigterm
+
 COMMAND = (sys.executable, "-P", "-m", "trioengine")
 SERVE = "serve --max-num-seqs 64 --max-model-len 2048 --log-level warning --port {port}"
-START_TIMEOUT = 300.0
+START_TIMEOUT, PROBE_TIMEOUT = 300.0, 5.0  # seconds
 
 
 def free_port():
@@ -33,57 +37,40 @@ def free_port():
         return listener.getsockname()[1]
 
 
-class Server:
-    """A server's process group, stopped unless it is measured."""
-
+class Server(StoppedProcess):
     def __init__(self, text):
         port = free_port()
-        is_tree = Path(text).is_dir()
-        command = [*COMMAND, *shlex.split(SERVE)] if is_tree else shlex.split(text)
-        environment = {**os.environ, "PYTHONPATH": str(Path(text).resolve())} if is_tree else os.environ
         self.url = f"http://127.0.0.1:{port}"
-        self.process = subprocess.Popen(
-            [word.replace("{port}", str(port)) for word in command],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        command, environment = shlex.split(text), dict(os.environ)
+        if "{port}" not in text:
+            command = [*COMMAND, *shlex.split(SERVE)]
+            environment["PYTHONPATH"] = str(Path(text).resolve(strict=True))
+        super().__init__([word.replace("{port}", str(port)) for word in command], env=environment, stdout=sys.stderr)
 
-    def __enter__(self):
+    def wait_until_ready(self):
+        self.resume()
         deadline = monotonic() + START_TIMEOUT
-        while self.process.poll() is None and monotonic() < deadline:
-            if self.is_ready():
-                self.signal(signal.SIGSTOP)
-                return self
+        while not self.is_ready():
+            if self.process.poll() is not None or monotonic() >= deadline:
+                raise SystemExit(f"{self.process.args} does not serve")
             sleep(0.5)
-        self.__exit__()
-        raise SystemExit(f"{self.process.args} does not serve")
-
-    def __exit__(self, *_):
-        if self.process.poll() is None:
-            self.signal(signal.SIGCONT)
-            self.process.terminate()
-            self.process.wait()
+        self.stop()
 
     def is_ready(self):
         try:
-            urllib.request.urlopen(f"{self.url}/ready").close()
+            urllib.request.urlopen(f"{self.url}/ready", timeout=PROBE_TIMEOUT).close()
         except HTTPError as error:
             return error.code == 404  # other servers have no such path, and listen when they are ready
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False
         return True
 
-    def signal(self, number):
-        os.killpg(self.process.pid, number)
-
     def measure(self, options):
         """Return output tokens a second, mean milliseconds to the first token, and CPU microseconds of a token."""
-        self.signal(signal.SIGCONT)
+        self.resume()
         command = [*COMMAND, "bench", "serve", "--base-url", self.url, "--ignore-eos", "--json", *options]
         report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-        self.signal(signal.SIGSTOP)
+        self.stop()
         cpu = report["server_cpu_seconds"] / report["total_output_tokens"] * 1e6
         return report["output_throughput"], report["mean_ttft_ms"], cpu
 
@@ -94,9 +81,12 @@ def show(name, figures, ratios):
 
 
 def main(texts, rounds, options):
+    end_on_sigterm()
     results = []
     with ExitStack() as stack:
         servers = [stack.enter_context(Server(text)) for text in texts]
+        for server in servers:
+            server.wait_until_ready()
         for number in range(rounds + 1):
             order = (0, 1) if number % 2 else (1, 0)
             figures = {i: servers[i].measure([*options, "--seed", str(number)]) for i in order}

@@ -54,6 +54,23 @@ def test_the_next_prompt_is_one_rendering_of_all(output):
     assert conversation.history == messages[:2]
 
 
+def test_a_turn_is_tokenized_for_the_next_prompt(monkeypatch):
+    decoded = []
+    decode = CHAT.decode
+    monkeypatch.setattr(CHAT, "decode", lambda ids, **options: decoded.append(len(ids)) or decode(ids, **options))
+    conversation = Conversation(CHAT)
+    prepared = conversation.prepare("how are you?")
+    output = token_ids([*b"fine"])
+    conversation.commit(prepared, output, "fine")
+    output.extend([*b", and you?"])  # the caller's ids are not kept
+    assert conversation.history == [user("how are you?"), assistant("fine")]
+    assert not decoded
+    first, second = conversation.prepare("and now?"), conversation.prepare("and now?")
+    assert decoded == [len(b"fine")]
+    assert first.token_ids == second.token_ids
+    assert first.token_ids.tolist() == CHAT.apply_chat_template([*conversation.history, user("and now?")])
+
+
 INSIDE = {
     "an end token": [*b"fine", IM_END, *b"and"],
     "two, and one at the end": [*b"fine", IM_END, IM_END, *b"and", IM_END],

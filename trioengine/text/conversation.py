@@ -25,8 +25,8 @@ from trioengine.core.types import TokenIds, token_ids
 from trioengine.text.chat_template import NO_VARIABLES
 from trioengine.text.chat_tokenizer import ChatTokenizer, PlacedImage, image_parts, num_image_tokens, place_images
 from trioengine.text.messages import Message, Turns, checked_messages, copied
-from trioengine.text.output import Detokenizer
 from trioengine.text.prompt_end import OPTIONS, PromptEnd, with_answer
+from trioengine.text.tokenized_turns import NOTHING, TokenizedTurns
 from trioengine.text.tools import Tools, with_instructions
 
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
@@ -59,10 +59,8 @@ class Conversation:
         self.tokenizer = tokenizer
         self.set_variables(variables)
         self._messages: tuple[Message, ...] = ()
-        self._token_ids: TokenIds = token_ids()  # empty if the whole conversation has to be tokenized
-        self._rendering = ""  # the text of these ids, without the closing
-        self._closing = ""  # the special token at the end of the last output, if there is one
-        self._is_raw = False
+        self._turns: TokenizedTurns | None = None  # of a chat; None: the whole conversation has to be tokenized
+        self._raw_ids: TokenIds | None = None  # of a conversation of raw token ids
         self.images: tuple[Image, ...] = ()  # of the committed turns
         if history is not None:
             self.replace(history)
@@ -84,13 +82,14 @@ class Conversation:
     def work(self, prompt: Prompt, tools: Tools | None = None) -> int:
         """Estimate the work of `prepare`, in characters and tokens of the committed turns, the prompt and the tools."""
         shown = 0 if tools is None else sum(_measure([*tools.variable]))
-        return _length(self._messages) + len(self._token_ids) + _length(prompt) + shown
+        num_tokens = self._turns.num_tokens if self._turns is not None else len(self._raw_ids or ())
+        return _length(self._messages) + num_tokens + _length(prompt) + shown
 
     def replace(self, history: Sequence[Message]) -> None:
         """Replace the whole conversation. Raises RequestRejected for bad messages, and then changes nothing."""
         self._messages = self._checked(history, "history")
         self.images = self._found(self._messages)
-        self._token_ids, self._rendering, self._closing, self._is_raw = token_ids(), "", "", False
+        self._turns = self._raw_ids = None
 
     def prepare(
         self, prompt: Prompt, limit: int | None = None, retention_ratio: float = 1.0, tools: Tools | None = None
@@ -111,7 +110,7 @@ class Conversation:
             added = self._checked(cast("Sequence[Message]", prompt), "prompt")
         else:
             return self._prepare_raw(cast("Sequence[int]", prompt))
-        if self._is_raw:
+        if self._raw_ids is not None:
             problem = "the session holds raw token ids, and takes no messages"
             raise RequestRejected("mixed_prompts", f"prompt: {problem}", param="prompt")
         messages = (*self._messages, *added)
@@ -127,19 +126,12 @@ class Conversation:
 
         `answer` has the fields of the assistant's message; None: its content is the text.
         """
-        self._token_ids = prepared.token_ids[:]
         if prepared.messages is None:
-            self._is_raw = True
-            self._token_ids.extend(output)
+            self._raw_ids = prepared.token_ids + output
             return
-        kept, self._closing = self._fitting(output, text)
-        if self.tokenizer.tokenizer.special_ids.isdisjoint(kept[:-1] if self._closing else kept):
-            self._token_ids.extend(kept)
-        else:
-            self._token_ids = token_ids()
+        self._turns = TokenizedTurns(self.tokenizer, prepared.token_ids, prepared.rendering, output, text)
         self._messages = with_answer(prepared.messages, self._end, {"content": text} if answer is None else answer)
         self.images = self._found(self._messages)
-        self._rendering = prepared.rendering + self.tokenizer.protect(text)
 
     # ---- chat -----------------------------------------------------------------------------------------------------
 
@@ -197,51 +189,17 @@ class Conversation:
 
     def _extended(self, rendering: str) -> TokenIds:
         """Return the token ids of a rendering; the ids of its beginning are reused where possible."""
-        if not self._token_ids or not rendering.startswith(self._rendering):
+        known = NOTHING if self._turns is None else self._turns.tokenized()
+        if not known.token_ids or not rendering.startswith(known.rendering):
             return self.tokenizer.encode_rendering(rendering)
-        rest = rendering[len(self._rendering) :]
-        ids = self._token_ids[:]
-        if self._closing and rest.startswith(self._closing):
-            rest = rest[len(self._closing) :]
-        elif self._closing:  # the template closes a turn differently
+        rest = rendering[len(known.rendering) :]
+        ids = known.token_ids[:]
+        if known.closing and rest.startswith(known.closing):
+            rest = rest[len(known.closing) :]
+        elif known.closing:  # the template closes a turn differently
             del ids[-1]
         ids.extend(self.tokenizer.encode_rendering(rest))
         return ids
-
-    def _special(self, token_id: int) -> str:
-        """Return the special token of this id; "" for an ordinary token, and for an image token."""
-        specials, images = self.tokenizer.tokenizer.special_tokens, self.tokenizer.images
-        if images is not None and token_id == images.image_token_id:
-            return ""
-        return next((text for text, id in specials.items() if id == token_id), "")
-
-    def _fitting(self, output: TokenIds, text: str) -> tuple[TokenIds, str]:
-        """Return ids of exactly this text, and the special token at their end, if there is one.
-
-        They are the output's own ids, except at the end of an output that a stop string cut within a token.
-        """
-        closing = self._special(output[-1]) if output else ""
-        for ids, end in [(output, ""), (output[:-1], closing)] if closing else [(output, "")]:
-            for skip in (False, True):
-                if self.tokenizer.decode(ids, skip_special_tokens=skip) == text and (end or not (closing and skip)):
-                    return output, end
-        count, length = max(self._agreement(output, text, skip) for skip in (False, True))
-        kept = output[:count]
-        kept.extend(self.tokenizer.tokenizer.encode_ordinary(text[length:]))
-        return kept, ""
-
-    def _agreement(self, output: TokenIds, text: str, skip: bool) -> tuple[int, int]:
-        """Return how many of the ids agree with the text, and the number of their characters."""
-        detokenizer = Detokenizer(self.tokenizer.tokenizer, skip_special_tokens=skip)
-        agreed, at = (0, 0), 0
-        for count, token_id in enumerate(output, 1):
-            piece = detokenizer.feed((token_id,))
-            if not text.startswith(piece, at):
-                break
-            at += len(piece)
-            if not detokenizer.is_pending:
-                agreed = (count, at)
-        return agreed
 
     # ---- raw token ids --------------------------------------------------------------------------------------------
 
@@ -251,7 +209,7 @@ class Conversation:
                 "mixed_prompts", "prompt: the session holds chat messages, and takes no token ids", param="prompt"
             )
         self._check_token_ids(prompt)
-        ids = self._token_ids[:]
+        ids = token_ids(self._raw_ids or ())
         ids.extend(prompt)
         return Prepared(ids, None, "")
 

@@ -248,9 +248,11 @@ constexpr float LARGEST_CODE = 127.0f, LARGEST_SCALE = 32767.0f;
 constexpr float OFFSET_STEP = 1 << 7, SUM_STEP = GROUP * OFFSET_STEP;  // in the unit of the row
 constexpr float TINY = 1e-30f;
 
-// All threads have read these lines in the last product: without it each store waits until the others give its line up.
+// Other cores have copies of these lines, which they read in the last product. A store waits until they have dropped its
+// line, so all lines are requested at once. A CPU without an instruction for that fetches them to be read.
 inline void fetch_to_write(const void *data, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char *)data + i, 1);
+    const char *begin = (const char *)((uintptr_t)data & -LINE), *end = (const char *)data + bytes;
+    for (const char *line = begin; line < end; line += LINE) __builtin_prefetch(line, 1);
 }
 
 // LANES groups at a time. If a number is not finite, the unit is nan, and with it all results of the row.
