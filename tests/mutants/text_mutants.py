@@ -58,9 +58,9 @@ def _lose_the_first_token(prepare: Any) -> Any:
 
 def _stay_raw(replace: Any) -> Any:
     def mutated(conversation: Conversation, history: Any) -> None:
-        is_raw = conversation._is_raw
+        raw_ids = conversation._raw_ids
         replace(conversation, history)
-        conversation._is_raw = is_raw
+        conversation._raw_ids = raw_ids
 
     return mutated
 

@@ -106,6 +106,7 @@ def serve_llama(model):
     params.n_parallel = 1
     params.n_ctx = MAX_MODEL_LEN
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = NUM_THREADS
+    params.verbosity = 0
     server = Server(params)
 
     def generate(prompts, output_len):

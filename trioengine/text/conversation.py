@@ -26,7 +26,7 @@ from trioengine.text.chat_template import NO_VARIABLES
 from trioengine.text.chat_tokenizer import ChatTokenizer, PlacedImage, image_parts, num_image_tokens, place_images
 from trioengine.text.messages import Message, Turns, checked_messages, copied
 from trioengine.text.prompt_end import OPTIONS, PromptEnd, with_answer
-from trioengine.text.tokenized_turns import NOTHING, TokenizedTurns
+from trioengine.text.tokenized_turns import TokenizedTurns
 from trioengine.text.tools import Tools, with_instructions
 
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
@@ -189,8 +189,9 @@ class Conversation:
 
     def _extended(self, rendering: str) -> TokenIds:
         """Return the token ids of a rendering; the ids of its beginning are reused where possible."""
-        known = NOTHING if self._turns is None else self._turns.tokenized()
-        if not known.token_ids or not rendering.startswith(known.rendering):
+        turns = self._turns  # another thread may replace them
+        known = turns.tokenized() if turns is not None else None
+        if known is None or not known.token_ids or not rendering.startswith(known.rendering):
             return self.tokenizer.encode_rendering(rendering)
         rest = rendering[len(known.rendering) :]
         ids = known.token_ids[:]
