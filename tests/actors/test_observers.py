@@ -38,8 +38,8 @@ class Notes(Observer):
         self.first.append(seconds)
         self.usages.append(usage)
 
-    def next_tokens(self, seconds):
-        self.gaps.append(seconds)
+    def next_tokens(self, gaps):
+        self.gaps.extend(gaps)
 
     def request_finished(self, request):
         self.finished.append(request)

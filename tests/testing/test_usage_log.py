@@ -18,7 +18,7 @@ def finish(seconds, decode_seconds, *, ended_after):
         clock.jump(1.0)
         log.first_token(1.0, None)
         clock.jump(2.0)
-        log.next_tokens(2.0)
+        log.next_tokens([2.0])
         clock.jump(ended_after)
         log.request_finished(
             FinishedRequest(

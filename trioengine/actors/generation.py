@@ -27,6 +27,20 @@ _NOT_ENTERED = "the generation was not entered: use `async with session.generate
 class ReadableRequest(abc.ABC):
     """The record of one request, as far as its reader needs it. Everything here is synchronous."""
 
+    __slots__ = (
+        "_sink",
+        "changed",
+        "deadline",
+        "entering",
+        "id",
+        "keep_partial",
+        "label",
+        "outcome",
+        "params",
+        "settled",
+        "wait",
+    )
+
     def __init__(
         self,
         params: SamplingParams,

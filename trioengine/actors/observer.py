@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import trio
@@ -31,8 +32,8 @@ class Slot(enum.Enum):
 class Observer:
     """Base class: each method does nothing unless overridden. They are called synchronously, in the step of the event.
 
-    They must not block or raise: an exception propagates into the engine. `step`, `first_token` and `next_tokens` are
-    called for every step or token, the others a few times a request. Times are in seconds, by trio's clock. A request
+    They must not block or raise: an exception propagates into the engine. `step` and `next_tokens` are called for every
+    step, the others a few times a request. Times are in seconds, by trio's clock. A request
     begins when its Generation is entered: its time to the first token contains the wait for a slot, if there was one.
 
     The engine passes its own objects, typed `object` because this module imports none of them: `session` is a Session,
@@ -45,8 +46,8 @@ class Observer:
     def first_token(self, seconds: float, usage: Usage | None) -> None:
         """A request got its first token; `usage` has the time that this took on the worker."""
 
-    def next_tokens(self, seconds: float) -> None:
-        """A request got more of its answer, so long after the part before."""
+    def next_tokens(self, gaps: Sequence[float]) -> None:
+        """Requests got more of their answers in a step, each so long after the part before."""
 
     def request_resumed(self) -> None:
         """A request whose worker was lost goes on with the next one."""

@@ -54,6 +54,31 @@ class Request(ReadableRequest):
     finished with the request (`settled`).
     """
 
+    __slots__ = (
+        "_has_read_prompt",
+        "_logprobs",
+        "_num_texts_read",
+        "_num_tokens_read",
+        "_prompt_logprobs",
+        "abort_cause",
+        "embedding",
+        "eos_token_ids",
+        "grammar",
+        "leader",
+        "output",
+        "prepared",
+        "recovery",
+        "resolved",
+        "session",
+        "state",
+        "texts",
+        "times",
+        "tool_answer",
+        "tools",
+        "usage",
+        "weight_versions",
+    )
+
     def __init__(
         self,
         params: SamplingParams,
@@ -214,13 +239,13 @@ class Request(ReadableRequest):
             self._prompt_logprobs.extend(logprobs)
         return len(row.token_ids) > 0 or row.finish_reason is not None
 
-    def receive(self, row: TokensRow, now: float) -> Outcome | None:
+    def receive(self, row: TokensRow, step: Step) -> Outcome | None:
         """Take a row's tokens into the answer. Returns the outcome if the row ends it, or completes a stop string."""
         output = self.output
         assert output is not None, "rows come after the commit"
         finish_reason = row.finish_reason
         if finish_reason is not FinishReason.ABORT:
-            self.times.on_tokens(now, row.usage, are_first=not output.token_ids)
+            self.times.on_tokens(step, row.usage, are_first=not output.token_ids)
         if finish_reason is None:
             stopped = output.feed(row.token_ids)
         else:
@@ -291,8 +316,19 @@ class Request(ReadableRequest):
             self.weight_versions.append(version)
 
     def finish_times(self) -> None:
-        """Report a request that ran to its own end to the observers."""
-        self.times.finish(self.num_prompt_tokens, self.num_tokens)
+        """Report a request to the observers if it ran to its own end."""
+        if self.outcome is not None and self.outcome.is_complete:
+            self.times.finish(self.num_prompt_tokens, self.num_tokens)
+
+
+class Step:
+    """A step of the worker as it is received: when, and how long after the parts before them its tokens came."""
+
+    __slots__ = ("gaps", "now")
+
+    def __init__(self) -> None:
+        self.now = trio.current_time()
+        self.gaps: list[float] = []  # seconds; one for each answer that goes on
 
 
 class RequestTimes:
@@ -307,15 +343,15 @@ class RequestTimes:
     def begin(self) -> None:
         self._began = trio.current_time()
 
-    def on_tokens(self, now: float, usage: Usage | None, *, are_first: bool) -> None:
+    def on_tokens(self, step: Step, usage: Usage | None, *, are_first: bool) -> None:
         """A part of the answer came."""
+        now = step.now
         if are_first:
             self._first = now
             for observer in self._observers:
                 observer.first_token(now - self._began, usage)
         else:
-            for observer in self._observers:
-                observer.next_tokens(now - self._latest)
+            step.gaps.append(now - self._latest)
         self._latest = now
 
     @property

@@ -29,7 +29,7 @@ from trioengine.actors.observer import Observer
 from trioengine.actors.ports import Ports
 from trioengine.actors.power import PowerActor
 from trioengine.actors.recovery import Recovery
-from trioengine.actors.request import Request
+from trioengine.actors.request import Request, Step
 from trioengine.actors.session_actor import AnswerBegan, RequestSettled, SessionActor, SessionFreed
 from trioengine.actors.session_opening import SessionOpening
 from trioengine.actors.session_task import run_session
@@ -210,6 +210,7 @@ class Runtime:
                     self.supervisor.deaths = 0
                 self.recovery.on_progress(session, request)
             case RequestSettled(session, request):
+                request.finish_times()
                 self.recovery.on_progress(session, request)
                 self.gate.serve_requests()
             case SessionDetached(session):
@@ -296,15 +297,17 @@ class Runtime:
         if num_tokens > 0:  # 0 in rows of no step
             for observer in self.observers:
                 observer.step(num_tokens)
-        now = trio.current_time()
+        step = Step()
         readers: list[tuple[SessionActor, Request | None]] = []
         for row in message.rows:
             session = self.sessions.by_id[row.session]
             readers.append((session, session.request))  # before the row, which may be the last one
             try:
-                session.on_row(row, now)
+                session.on_row(row, step)
             except Exception as exc:
                 session.crash(exc)
+        for observer in self.observers if step.gaps else ():
+            observer.next_tokens(step.gaps)
         if self.effects:
             self.effects.drain()
         for session, request in readers:

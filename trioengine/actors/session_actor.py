@@ -23,7 +23,7 @@ from trioengine.actors.gate import Gate
 from trioengine.actors.images import HeldPayloads, ImageStore, RequestImages, find_dropped
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
-from trioengine.actors.request import Request
+from trioengine.actors.request import Request, Step
 from trioengine.actors.session_opening import SessionOpening
 from trioengine.core.checks import check_label
 from trioengine.core.errors import EngineError, Outcome, RequestRejected, SessionBusy, session_error
@@ -65,6 +65,27 @@ class SessionFreed:
 
 class SessionActor:
     """The state of one session, and its transitions."""
+
+    __slots__ = (
+        "_attachment",
+        "_conversation",
+        "_effects",
+        "_gate",
+        "_held_payloads",
+        "_observers",
+        "_suspended_images",
+        "end_cause",
+        "id",
+        "label",
+        "lifecycle",
+        "opening",
+        "overflow",
+        "released",
+        "request",
+        "retention_ratio",
+        "task_wake",
+        "waiting",
+    )
 
     def __init__(
         self,
@@ -264,8 +285,8 @@ class SessionActor:
 
     # ---- messages of the worker; the dispatcher drains --------------------------------------------------------------
 
-    def on_row(self, row: TokensRow, now: float) -> None:
-        """A row of a step, received at `now`."""
+    def on_row(self, row: TokensRow, step: Step) -> None:
+        """A row of a step."""
         self._attachment.receive(row.token_ids)
         request = self._in_flight()
         if row.prompt_logprobs is not None and not request.receive_prompt(row, row.prompt_logprobs):
@@ -274,7 +295,7 @@ class SessionActor:
             self._begin_answer(request, row)
         if request.outcome is None:
             request.usage = row.usage if request.usage is None else request.usage
-            if (outcome := request.receive(row, now)) is not None:
+            if (outcome := request.receive(row, step)) is not None:
                 request.conclude(outcome, self._conversation)
                 if row.finish_reason is None and self.phase in (Phase.RUNNING, Phase.SUSPENDED):
                     self._apply(Event.ABORT)
@@ -371,8 +392,6 @@ class SessionActor:
         request.cut_short(request.abort_cause, self._conversation)
         outcome = request.outcome
         assert outcome is not None, "just decided"
-        if outcome.is_complete:
-            request.finish_times()
         self.request = None
         self.hold_payloads()
         self._gate.ledger.settle(request.state, outcome.finish_reason, outcome.cause)

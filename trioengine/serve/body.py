@@ -73,11 +73,31 @@ class Body:
     On a disconnect `on_disconnect` is called in the same step, then the nursery is cancelled, and the handler with it.
     """
 
+    __slots__ = (
+        "_frame",
+        "_head",
+        "_is_over",
+        "_keep_alive",
+        "_now",
+        "_num_waiting",
+        "_nursery",
+        "_send_bytes",
+        "_send_timeout",
+        "_sender",
+        "_sending",
+        "_sent",
+        "_since",
+        "disconnected",
+        "on_disconnect",
+        "started",
+    )
+
     def __init__(self, sender: Sender, nursery: trio.Nursery, send_timeout: float) -> None:
         self.started = False  # the head was sent: errors from here on must be part of the body
         self.disconnected: Exception | None = None  # the reason why the client is served no more
         self.on_disconnect: Callable[[], object] = _do_nothing
         self._sender = sender
+        self._send_bytes = sender.send_now
         self._nursery = nursery
         self._send_timeout = send_timeout  # seconds
         self._head: Callable[[], bytes] = bytes
@@ -137,7 +157,7 @@ class Body:
     def send_now(self, piece: bytes) -> None:
         """Send a piece while `can_send_now`; the part that the socket does not take at once follows by itself."""
         data = self._frame(piece)
-        sent = self._sender.send_now(data)
+        sent = self._send_bytes(data)
         self._since = self._now()
         if sent < len(data):
             self._sending = True

@@ -215,8 +215,8 @@ class Histograms(Observer):
             self._observe("request_queue_time_seconds", usage.queue_time)
             self._observe("request_prefill_time_seconds", usage.prefill_time)
 
-    def next_tokens(self, seconds: float) -> None:
-        self._next_tokens.observe(seconds)
+    def next_tokens(self, gaps: Sequence[float]) -> None:
+        self._next_tokens.observe_all(gaps)
 
     def request_resumed(self) -> None:
         self.num_resumed += 1
@@ -247,6 +247,12 @@ class Histogram:
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        bounds, counts = self.bounds, self._counts
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+        self.sum += sum(values)
 
     @property
     def buckets(self) -> list[tuple[str, float]]:

@@ -107,9 +107,10 @@ class UsageLog(WorkerObserver, Observer):
         self._token_times.add(now)
         self._num_begun += 1
 
-    def next_tokens(self, seconds: float) -> None:
+    def next_tokens(self, gaps: Sequence[float]) -> None:
         now = trio.current_time()
-        assert _is_among(now - seconds, self._token_times), f"no token came {seconds:g} s ago: {self._token_times}"
+        for gap in gaps:
+            assert _is_among(now - gap, self._token_times), f"no token came {gap:g} s ago: {self._token_times}"
         self._token_times.add(now)
 
     def request_finished(self, request: FinishedRequest) -> None:
