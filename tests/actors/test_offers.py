@@ -11,10 +11,10 @@ async def test_what_is_taken_wakes_nobody(autojump_clock, simulated):
     engine, simulation = simulated
     pieces, read = [], []
 
-    def offer():
+    def offer(unread):
         if len(pieces) == 3:
             return False
-        pieces.append(generation.read_nowait())
+        pieces.append(unread.read_nowait())
         return True
 
     async with engine.open_session() as session, session.generate([1, 2, 3], LONG) as generation:
@@ -35,7 +35,7 @@ async def test_a_text_that_is_taken_alone_is_read(autojump_clock, simulated):
     async with engine.open_session() as session, session.generate([1, 2, 3], params) as generation:
         first = await anext(generation)
         taken = []
-        generation.set_sink(lambda: taken.append(generation.read_text_nowait()) or len(taken) < 10)
+        generation.set_sink(lambda unread: taken.append(unread.read_text_nowait()) or len(taken) < 10)
         rest = [chunk async for chunk in generation]
     completion = generation.completion
     assert "".join([first.text, *taken, *(chunk.text for chunk in rest)]) == completion.text
@@ -52,7 +52,7 @@ async def test_an_offer_comes_when_the_whole_step_is_routed(autojump_clock, simu
     async with engine.open_session() as one, engine.open_session() as other:
         async with one.generate([1, 2, 3], LONG) as first, other.generate([4, 5], LONG) as second:
 
-            def offer():
+            def offer(unread):
                 seen.append((first._state.num_tokens, second._state.num_tokens))
                 return False
 
@@ -68,7 +68,7 @@ async def test_an_offer_comes_when_the_whole_step_is_routed(autojump_clock, simu
 async def test_a_crash_ends_its_session_alone(autojump_clock, simulated, caplog):
     engine, simulation = simulated
 
-    def crash():
+    def crash(unread):
         raise ValueError("a bug")
 
     async with engine.open_session() as session, engine.open_session() as other:

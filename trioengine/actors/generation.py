@@ -10,7 +10,7 @@ import abc
 from collections.abc import Awaitable, Callable
 from copy import copy
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import trio
 
@@ -22,6 +22,18 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Chunk, Completion
 
 _NOT_ENTERED = "the generation was not entered: use `async with session.generate(...)`"
+
+
+class Unread(Protocol):
+    """The unread part of an answer."""
+
+    def read_nowait(self) -> Chunk:
+        """Take the unread part as one chunk, which is empty if everything was read."""
+        ...
+
+    def read_text_nowait(self) -> str:
+        """Take the unread part as its text alone; its tokens count as read."""
+        ...
 
 
 class ReadableRequest(abc.ABC):
@@ -60,7 +72,7 @@ class ReadableRequest(abc.ABC):
         self.settled = trio.Event()  # the worker has finished with the request, and its slot is free
         self.entering = trio.CancelScope()  # of the task that enters: an abort ends its wait and its preparation
         self.changed = Notifier()  # of the unread part and of the outcome
-        self._sink: Callable[[], bool] = _decline
+        self._sink: Callable[[Unread], bool] = _decline
 
     # ---- supplied by the engine's and the client's records ----------------------------------------------------------
 
@@ -104,18 +116,17 @@ class ReadableRequest(abc.ABC):
         """Whether this is the request's id or its label."""
         return name == (self.label if isinstance(name, str) else self.id)
 
-    def set_sink(self, take: Callable[[], bool]) -> None:
+    def set_sink(self, take: Callable[[Unread], bool]) -> None:
         """Until there is an outcome, call `take` in the step in which something can be read, in place of a wake-up.
 
-        It must not wait. It returns True if it has read; False wakes the reader. An exception in it ends the session
-        as a crash does.
+        An exception in it ends the session as a crash does.
         """
         if self.outcome is None:
             self._sink = take
 
     def notify_reader(self) -> None:
         """Give the reader the rows that were received."""
-        if not self._sink():
+        if not self._sink(self):
             self.changed.notify()
 
     def set_outcome(self, outcome: Outcome) -> None:
@@ -241,20 +252,12 @@ class Generation(AsyncOnly, refuses=("for",)):
         """Wait until the worker has finished with the request, and its slot is free."""
         await self._state.settled.wait()
 
-    def set_sink(self, take: Callable[[], bool]) -> None:
+    def set_sink(self, take: Callable[[Unread], bool]) -> None:
         """Until there is an outcome, call `take` in the step in which something can be read, in place of a wake-up.
 
-        It must not wait. It returns True if it has read by `read_nowait` or `read_text_nowait`; False wakes the reader.
+        It must not wait. It returns True if it has taken the unread part; False wakes the reader.
         """
         self._state.set_sink(take)
-
-    def read_nowait(self) -> Chunk:
-        """Take the unread part as one chunk, which is empty if everything was read."""
-        return self._state.read_nowait()
-
-    def read_text_nowait(self) -> str:
-        """Take the unread part as its text alone; its tokens count as read."""
-        return self._state.read_text_nowait()
 
     async def __aenter__(self) -> Self:
         if self._enter is None:
@@ -306,5 +309,5 @@ class Generation(AsyncOnly, refuses=("for",)):
         raise StopAsyncIteration
 
 
-def _decline() -> bool:
+def _decline(unread: Unread) -> bool:
     return False

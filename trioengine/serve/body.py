@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeAlias
 
 import trio
@@ -40,7 +41,7 @@ class Sender:
         self._stream = stream
         self.send_now: Callable[[Bytes], int]  # sends without waiting, and returns how many bytes were taken
         if isinstance(stream, trio.SocketStream):
-            self.send_now = _writer(stream.socket)
+            self.send_now = partial(_write, stream.socket.fileno)
         else:
             self.send_now = getattr(stream, "send_now", _take_nothing)
 
@@ -51,16 +52,11 @@ class Sender:
             await self._stream.send_all(memoryview(data)[sent:])
 
 
-def _writer(sock: trio.socket.SocketType) -> Callable[[Bytes], int]:
-    fileno, write = sock.fileno, os.write
-
-    def send_now(data: Bytes) -> int:
-        try:
-            return write(fileno(), data)  # never blocks: trio has made the socket non-blocking
-        except OSError:  # full, or broken: then the stream's send_all raises the error
-            return 0
-
-    return send_now
+def _write(fileno: Callable[[], int], data: Bytes) -> int:
+    try:
+        return os.write(fileno(), data)  # never blocks: trio has made the socket non-blocking
+    except OSError:  # full, or broken: then the stream's send_all raises the error
+        return 0
 
 
 def _take_nothing(data: Bytes) -> int:

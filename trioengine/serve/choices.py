@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import trio
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.generation import Generation
+from trioengine.actors.generation import Generation, Unread
 from trioengine.actors.session import Session, further_choice
 from trioengine.core.checks import MAX_INT64
 from trioengine.core.errors import EngineError, RequestRejected, SessionEnded
@@ -304,7 +304,7 @@ class Choices(abc.ABC):
     async def _send_all(self, choice: Choice, body: Body) -> None:
         """Send the events of a choice, and with the last one of all choices the end of the stream."""
         frames, generation = self._frames(choice.index), choice.generation
-        sink = _Sink(generation, frames, body, self._kept, MANY_LOGPROBS // (1 + (self._params.logprobs or 0)))
+        sink = _Sink(frames, body, self._kept, MANY_LOGPROBS // (1 + (self._params.logprobs or 0)))
         prompt_token_ids = generation.prompt_token_ids if self._needs_prompt else ()
         self._kept.add(ID_SIZE * len(prompt_token_ids))
         unsent = frames.opening(prompt_token_ids)
@@ -345,14 +345,11 @@ class _Sink:
     A backlog with many log-probabilities is left to the reading task, and so is all else while that renders.
     """
 
-    __slots__ = ("_body", "_frames", "_generation", "_is_paused", "_kept", "_num_declined", "most_tokens")
+    __slots__ = ("_body", "_frames", "_is_paused", "_kept", "_num_declined", "most_tokens")
 
-    def __init__(
-        self, generation: Generation, frames: Frames, body: Body, kept: ResponseBytes, most_tokens: int
-    ) -> None:
+    def __init__(self, frames: Frames, body: Body, kept: ResponseBytes, most_tokens: int) -> None:
         """`most_tokens` is the number of tokens whose log-probabilities may be rendered here."""
         self.most_tokens = most_tokens
-        self._generation = generation
         self._frames = frames
         self._body = body
         self._kept = kept
@@ -368,18 +365,18 @@ class _Sink:
         finally:
             self._is_paused = False
 
-    def take_and_send(self) -> bool:
-        """Send the unread text; False if it has to wait for the reading task."""
+    def take_and_send(self, unread: Unread) -> bool:
+        """Send the unread part; False if it has to wait for the reading task."""
         if self._is_paused or not self._body.can_send_now:
             self._num_declined += 1
             return False
-        frames, generation = self._frames, self._generation
+        frames = self._frames
         if frames.reads_text_only:
-            delta = frames.text(generation.read_text_nowait())
+            delta = frames.text(unread.read_text_nowait())
         elif self._num_declined + frames.num_unshown > self.most_tokens:
             return False
         else:
-            chunk = generation.read_nowait()
+            chunk = unread.read_nowait()
             self._kept.add(size_of_logprobs(chunk))
             delta = frames.delta(chunk)
         if delta:
