@@ -79,6 +79,24 @@ async def test_one_request_that_finishes(autojump_clock, observed):
     assert (statistics.prompt_tokens, statistics.generation_tokens) == (20, 10)
 
 
+async def test_the_gaps_of_a_step_come_together_and_before_an_end(autojump_clock, observed):
+    engine, _, _ = observed
+    events = []
+
+    class Order(Observer):
+        def next_tokens(self, gaps):
+            events.append(("gaps", len(gaps)))
+
+        def request_finished(self, request):
+            events.append(("finished", request.generation_tokens))
+
+    engine.observers.append(Order())
+    async with engine.open_session() as one, engine.open_session() as other, trio.open_nursery() as nursery:
+        for session, prompt in ((one, [1] * 10), (other, [2] * 10)):
+            nursery.start_soon(ask, session, prompt)
+    assert events == [*[("gaps", 2)] * 9, ("finished", 10), ("finished", 10)]
+
+
 async def test_a_long_prompt_is_several_steps(autojump_clock, observed):
     """Those that only compute a part of it are told, too."""
     engine, _, notes = observed
