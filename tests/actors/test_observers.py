@@ -6,7 +6,7 @@ import pytest
 import trio
 from helpers.expectations import FAILING, everything_is_given_back
 
-from trioengine import SamplingParams, TimedOut, WorkerLost
+from trioengine import EngineError, SamplingParams, TimedOut, WorkerLost
 from trioengine.actors.observer import FinishedRequest, Observer
 from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine
@@ -95,6 +95,29 @@ async def test_the_gaps_of_a_step_come_together_and_before_an_end(autojump_clock
         for session, prompt in ((one, [1] * 10), (other, [2] * 10)):
             nursery.start_soon(ask, session, prompt)
     assert events == [*[("gaps", 2)] * 9, ("finished", 10), ("finished", 10)]
+
+
+async def test_a_crash_of_another_session_changes_no_order(autojump_clock, observed):
+    engine, _, _ = observed
+    events = []
+
+    class Order(Observer):
+        def next_tokens(self, gaps):
+            events.append("gaps")
+
+        def request_finished(self, request):
+            events.append("finished")
+
+    engine.observers.append(Order())
+    async with engine.open_session() as one, engine.open_session() as other, one.generate(PROMPT, TEN) as sound:
+        async with other.generate([2] * 20, LONG) as broken:
+            while sound._state.num_tokens < 9:
+                await anext(sound)
+            broken._state.output = None  # its next row crashes
+            assert len((await sound.result()).token_ids) == 10
+            with pytest.raises(EngineError, match="crashed"):
+                await broken.result()
+    assert events == [*["gaps"] * 9, "finished"]
 
 
 async def test_a_long_prompt_is_several_steps(autojump_clock, observed):

@@ -100,7 +100,7 @@ async def _sleep_in_the_callers_task(
     gate.serve()
 
 
-_LATEST: WeakKeyDictionary[SessionActor, Request] = WeakKeyDictionary()
+_LATEST: dict[SessionActor, Request] = {}
 
 
 def _note_the_latest(admit: Any) -> Any:

@@ -4,7 +4,8 @@ import pytest
 
 from trioengine.actors.attachment import WorkerAttachment
 from trioengine.actors.generation import Generation
-from trioengine.actors.request import Request, RequestTimes
+from trioengine.actors.request import Request
+from trioengine.actors.request_times import RequestTimes, StepTimes
 from trioengine.actors.session_actor import SessionActor
 from trioengine.core.connection import _Attachment
 from trioengine.core.messages import TokensRow
@@ -16,7 +17,8 @@ from trioengine.serve.response_bytes import ResponseBytes
 from trioengine.text.output import Detokenizer, OutputText
 
 TOUCHED = (
-    *(TokensRow, _Attachment, SessionActor, WorkerAttachment, Request, RequestTimes, OutputText, Detokenizer),
+    *(TokensRow, _Attachment, SessionActor, WorkerAttachment, Request, OutputText, Detokenizer),
+    *(RequestTimes, StepTimes),
     *(Generation, _Sink, ChatFrames, CompletionFrames, ResponseBytes, Body, Sender),
 )
 

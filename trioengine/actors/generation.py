@@ -117,10 +117,7 @@ class ReadableRequest(abc.ABC):
         return name == (self.label if isinstance(name, str) else self.id)
 
     def set_sink(self, take: Callable[[Unread], bool]) -> None:
-        """Until there is an outcome, call `take` in the step in which something can be read, in place of a wake-up.
-
-        An exception in it ends the session as a crash does.
-        """
+        """As `Generation.set_sink` has it."""
         if self.outcome is None:
             self._sink = take
 
@@ -255,7 +252,8 @@ class Generation(AsyncOnly, refuses=("for",)):
     def set_sink(self, take: Callable[[Unread], bool]) -> None:
         """Until there is an outcome, call `take` in the step in which something can be read, in place of a wake-up.
 
-        It must not wait. It returns True if it has taken the unread part; False wakes the reader.
+        It must not wait. It returns True if it has taken the unread part; False wakes the reader. In an engine an
+        exception in it ends the session as a crash does.
         """
         self._state.set_sink(take)
 

@@ -32,9 +32,9 @@ class Slot(enum.Enum):
 class Observer:
     """Base class: each method does nothing unless overridden. They are called synchronously, in the step of the event.
 
-    They must not block or raise: an exception propagates into the engine. `step` and `next_tokens` are called for every
-    step, the others a few times a request. Times are in seconds, by trio's clock. A request
-    begins when its Generation is entered: its time to the first token contains the wait for a slot, if there was one.
+    They must not block or raise: an exception propagates into the engine. `step` and `next_tokens` are called at most
+    once a step, the others a few times a request. Times are in seconds, by trio's clock. A request begins when its
+    Generation is entered: its time to the first token contains the wait for a slot, if there was one.
 
     The engine passes its own objects, typed `object` because this module imports none of them: `session` is a Session,
     the handle of a caller, and `actor` its SessionActor; `generation` is a Generation, and `request` its Request.
@@ -47,7 +47,10 @@ class Observer:
         """A request got its first token; `usage` has the time that this took on the worker."""
 
     def next_tokens(self, gaps: Sequence[float]) -> None:
-        """Requests got more of their answers in a step, each so long after the part before."""
+        """Answers went on in a step: the seconds since the part before, one for each answer.
+
+        It comes before the `request_finished` of a request that ends with the step.
+        """
 
     def request_resumed(self) -> None:
         """A request whose worker was lost goes on with the next one."""

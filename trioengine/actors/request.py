@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import trio
-
 from trioengine.actors.generation import ReadableRequest
 from trioengine.actors.images import image_inputs
-from trioengine.actors.observer import FinishedRequest, Observer
+from trioengine.actors.observer import Observer
+from trioengine.actors.request_times import RequestTimes, StepTimes
 from trioengine.aio.concurrency import Deadline
 from trioengine.core.errors import EngineError, Outcome, RequestRejected, SamplingFailed
 from trioengine.core.ledger import RequestState
@@ -239,7 +238,7 @@ class Request(ReadableRequest):
             self._prompt_logprobs.extend(logprobs)
         return len(row.token_ids) > 0 or row.finish_reason is not None
 
-    def receive(self, row: TokensRow, step: Step) -> Outcome | None:
+    def receive(self, row: TokensRow, step: StepTimes) -> Outcome | None:
         """Take a row's tokens into the answer. Returns the outcome if the row ends it, or completes a stop string."""
         output = self.output
         assert output is not None, "rows come after the commit"
@@ -315,57 +314,7 @@ class Request(ReadableRequest):
         if not self.weight_versions or self.weight_versions[-1] != version:
             self.weight_versions.append(version)
 
-    def finish_times(self) -> None:
+    def report_end(self) -> None:
         """Report a request to the observers if it ran to its own end."""
         if self.outcome is not None and self.outcome.is_complete:
             self.times.finish(self.num_prompt_tokens, self.num_tokens)
-
-
-class Step:
-    """A step of the worker as it is received: when, and how long after the parts before them its tokens came."""
-
-    __slots__ = ("gaps", "now")
-
-    def __init__(self) -> None:
-        self.now = trio.current_time()
-        self.gaps: list[float] = []  # seconds; one for each answer that goes on
-
-
-class RequestTimes:
-    """When a request began, and got its first and its latest token."""
-
-    __slots__ = ("_began", "_first", "_latest", "_observers")
-
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = observers
-        self._began = self._first = self._latest = 0.0
-
-    def begin(self) -> None:
-        self._began = trio.current_time()
-
-    def on_tokens(self, step: Step, usage: Usage | None, *, are_first: bool) -> None:
-        """A part of the answer came."""
-        now = step.now
-        if are_first:
-            self._first = now
-            for observer in self._observers:
-                observer.first_token(now - self._began, usage)
-        else:
-            step.gaps.append(now - self._latest)
-        self._latest = now
-
-    @property
-    def decode_time(self) -> float:
-        """Seconds from the first token to the latest."""
-        return self._latest - self._first
-
-    def resume(self) -> None:
-        """The request goes on after its worker was lost."""
-        for observer in self._observers:
-            observer.request_resumed()
-
-    def finish(self, prompt_tokens: int, generation_tokens: int) -> None:
-        """The request ran to its end, with its latest token."""
-        finished = FinishedRequest(self._latest - self._began, self.decode_time, prompt_tokens, generation_tokens)
-        for observer in self._observers:
-            observer.request_finished(finished)

@@ -29,7 +29,8 @@ from trioengine.actors.observer import Observer
 from trioengine.actors.ports import Ports
 from trioengine.actors.power import PowerActor
 from trioengine.actors.recovery import Recovery
-from trioengine.actors.request import Request, Step
+from trioengine.actors.request import Request
+from trioengine.actors.request_times import StepTimes
 from trioengine.actors.session_actor import AnswerBegan, RequestSettled, SessionActor, SessionFreed
 from trioengine.actors.session_opening import SessionOpening
 from trioengine.actors.session_task import run_session
@@ -197,7 +198,7 @@ class Runtime:
     # ---- effects --------------------------------------------------------------------------------------------------
 
     def _carry_out(self, effect: object) -> None:
-        """Carry out one effect. The ledger is balanced already; recovery comes first, then the callers in line."""
+        """Carry out one effect. The ledger is balanced already; recovery comes before the callers in line."""
         match effect:
             case Post(link, message, payloads, crash):
                 try:
@@ -210,7 +211,7 @@ class Runtime:
                     self.supervisor.deaths = 0
                 self.recovery.on_progress(session, request)
             case RequestSettled(session, request):
-                request.finish_times()
+                request.report_end()
                 self.recovery.on_progress(session, request)
                 self.gate.serve_requests()
             case SessionDetached(session):
@@ -297,17 +298,21 @@ class Runtime:
         if num_tokens > 0:  # 0 in rows of no step
             for observer in self.observers:
                 observer.step(num_tokens)
-        step = Step()
+        step = StepTimes()
         readers: list[tuple[SessionActor, Request | None]] = []
+        crashed: list[tuple[SessionActor, Exception]] = []
         for row in message.rows:
             session = self.sessions.by_id[row.session]
             readers.append((session, session.request))  # before the row, which may be the last one
             try:
                 session.on_row(row, step)
             except Exception as exc:
-                session.crash(exc)
-        for observer in self.observers if step.gaps else ():
-            observer.next_tokens(step.gaps)
+                crashed.append((session, exc))
+        if step.gaps:
+            for observer in self.observers:
+                observer.next_tokens(step.gaps)
+        for session, error in crashed:
+            session.crash(error)
         if self.effects:
             self.effects.drain()
         for session, request in readers:

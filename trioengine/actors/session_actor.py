@@ -23,7 +23,8 @@ from trioengine.actors.gate import Gate
 from trioengine.actors.images import HeldPayloads, ImageStore, RequestImages, find_dropped
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
-from trioengine.actors.request import Request, Step
+from trioengine.actors.request import Request
+from trioengine.actors.request_times import StepTimes
 from trioengine.actors.session_opening import SessionOpening
 from trioengine.core.checks import check_label
 from trioengine.core.errors import EngineError, Outcome, RequestRejected, SessionBusy, session_error
@@ -285,7 +286,7 @@ class SessionActor:
 
     # ---- messages of the worker; the dispatcher drains --------------------------------------------------------------
 
-    def on_row(self, row: TokensRow, step: Step) -> None:
+    def on_row(self, row: TokensRow, step: StepTimes) -> None:
         """A row of a step."""
         self._attachment.receive(row.token_ids)
         request = self._in_flight()

@@ -235,7 +235,7 @@ class Histograms(Observer):
 
 
 class Histogram:
-    """Counts of values up to each bound, and their sum: an observation takes half a microsecond."""
+    """Counts of values up to each bound, and their sum."""
 
     __slots__ = ("_counts", "bounds", "sum")
 
