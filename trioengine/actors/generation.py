@@ -117,7 +117,7 @@ class ReadableRequest(abc.ABC):
         return name == (self.label if isinstance(name, str) else self.id)
 
     def set_sink(self, take: Callable[[Unread], bool]) -> None:
-        """As `Generation.set_sink` has it."""
+        """See `Generation.set_sink`."""
         if self.outcome is None:
             self._sink = take
 

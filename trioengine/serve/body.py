@@ -93,7 +93,7 @@ class Body:
         self.disconnected: Exception | None = None  # the reason why the client is served no more
         self.on_disconnect: Callable[[], object] = _do_nothing
         self._sender = sender
-        self._send_bytes = sender.send_now
+        self._send_bytes = sender.send_now  # kept here: each piece of the body touches one object fewer
         self._nursery = nursery
         self._send_timeout = send_timeout  # seconds
         self._head: Callable[[], bytes] = bytes
