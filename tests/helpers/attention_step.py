@@ -79,7 +79,8 @@ class Step:
         """Keys and values [2 * kv_heads, head_dim], by torch."""
         block, place = divmod(slot, self.cache.layout.block_size)
         if self.cache.layout.is_quantized:
-            held, self.cache.scales[0][block, :, place] = quantized(held)
+            held, scales = quantized(held)
+            self.cache.scales[0][:, block, :, place] = scales.view(2, -1)
         for (part, places), heads in zip(kv_parts(self.cache, 0), held.chunk(2), strict=True):
             part[block, :, places[place]] = heads.to(part.dtype)
 
@@ -93,14 +94,14 @@ class Step:
         before = self.cache
         if order is before.layout.order:
             return
-        self.cache = KVCache(replace(before.layout, order=order), len(before.layers[0]), 1, torch.device("cpu"))
+        self.cache = KVCache(replace(before.layout, order=order), before.num_blocks, 1, torch.device("cpu"))
         self.cache.scales = before.scales
         for (to, places), (from_, places_before) in zip(kv_parts(self.cache, 0), kv_parts(before, 0), strict=True):
             to[..., places] = from_[..., places_before]
 
     def stored_scales(self):
         """[slots, 2 * kv_heads]."""
-        return self.cache.scales[0].transpose(1, 2).flatten(0, 1)
+        return torch.cat(self.cache.scales[0].unbind(), dim=1).transpose(1, 2).flatten(0, 1)
 
     def read_contexts(self):
         """Take the contexts of `expected` from a cache of integers."""
@@ -127,7 +128,7 @@ class Step:
     def moved_to(self, device):
         """The same on that device."""
         moved = copy(self)
-        moved.cache = KVCache(self.cache.layout, len(self.cache.layers[0]), 1, device)
+        moved.cache = KVCache(self.cache.layout, self.cache.num_blocks, 1, device)
         for theirs, ours in ((moved.cache.layers, self.cache.layers), (moved.cache.scales, self.cache.scales)):
             for there, here in zip(theirs, ours, strict=True):
                 there.copy_(here)

@@ -61,7 +61,7 @@ def spoil(cache):
 
 def kv_parts(cache, layer):
     """A layer's keys and values, views of [num_blocks, num_kv_heads, block_size * head_dim]; the places of elements."""
-    return [*zip(cache.layers[layer].chunk(2, dim=1), cache.layout.places(), strict=True)]
+    return [*zip(cache.layers[layer], cache.layout.places(), strict=True)]
 
 
 def logprobs_after(runner, tokens):

@@ -98,7 +98,7 @@ def test_the_memory_is_for_the_blocks_of_both(path, small):
     both = load(path, kv_cache_memory=KV_BYTES, draft_model_path=str(small))
     per_block = [loaded.spec.block_bytes() for loaded in (both.target, both.draft_model.loaded)]
     assert both.info.kv_blocks_total == KV_BYTES // sum(per_block) < plain.info.kv_blocks_total
-    assert len(both.draft_model.loaded.cache.layers[0]) == both.info.kv_blocks_total
+    assert both.draft_model.loaded.cache.num_blocks == both.info.kv_blocks_total
     assert load(path, kv_blocks=9, draft_model_path=str(small)).draft_model.loaded.spec.num_blocks == 9
 
 

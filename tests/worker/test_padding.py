@@ -37,17 +37,17 @@ def test_a_crowd_beside_padding(path, prompts, options, cache_dtype):
     expected, _ = generate(load(path, **config, cuda_graphs="none"), prompts, 30, **LIMITS)
     runner = load(path, **config, cuda_graphs="pad")
     last = runner.info.kv_blocks_total
-    assert len(runner.cache.layers[0]) == last + 1
+    assert runner.cache.num_blocks == last + 1
     assert sum(part.nbytes for part in (*runner.cache.layers, *runner.cache.scales)) <= 8 << 20
-    runner.cache.layers[0][last] = math.nan if cache_dtype == "auto" else 77
+    runner.cache.layers[0][:, last] = math.nan if cache_dtype == "auto" else 77
     if runner.states is not None:
         for part in runner.states.parts:
             part[PADDING_SLOT] = math.nan
-    before = runner.cache.layers[0][last].clone()
+    before = runner.cache.layers[0][:, last].clone()
     found, statistics = generate(runner, prompts, 30, **LIMITS)
     assert found == expected
     assert statistics.num_preemptions > 0
-    assert not runner.cache.layers[0][last].equal(before), "steps were padded"
+    assert not runner.cache.layers[0][:, last].equal(before), "steps were padded"
 
 
 def test_a_cache_that_is_not_finite_beside_padding(path, prompts, options):
@@ -81,7 +81,7 @@ def test_every_kind_of_sampling(tmp_path, prompts, options, params):
 
 def test_an_embedding_model_is_not_padded(tmp_path):
     runner = load(tiny_embedder.write(tmp_path), kv_cache_memory=4 << 20, cuda_graphs="pad")
-    assert len(runner.cache.layers[0]) == runner.info.kv_blocks_total
+    assert runner.cache.num_blocks == runner.info.kv_blocks_total
 
 
 def test_the_block_of_padding_is_part_of_the_memory(tmp_path):
@@ -92,7 +92,7 @@ def test_the_block_of_padding_is_part_of_the_memory(tmp_path):
     assert runner.info.kv_blocks_total == without.info.kv_blocks_total - 1
     again = load(path, kv_blocks=runner.info.kv_blocks_total, cuda_graphs="pad")
     assert again.info.kv_blocks_total == runner.info.kv_blocks_total
-    assert len(again.cache.layers[0]) == len(runner.cache.layers[0])
+    assert again.cache.num_blocks == runner.cache.num_blocks
     one_block = sum(layer[:1].nbytes for layer in runner.cache.layers)
     with pytest.raises(ModelError, match="another for padding"):
         load(path, kv_cache_memory=2 * one_block - 1, cuda_graphs="pad")

@@ -133,8 +133,8 @@ def test_a_block_is_copied_as_far_as_it_is_shared(dtype, order):
     cache = KVCache(KVLayout(dtype, 4, 2, 6, order), 4, 2, torch.device("cpu"))
     spoil(cache)
     for scales in cache.scales:
-        scales[0, :, :2], scales[1, :, :1] = 0.5, 0.25
-    spoilt = cache.layers[0][3, :2].clone()
+        scales[:, 0, :, :2], scales[:, 1, :, :1] = 0.5, 0.25
+    spoilt = cache.layers[0][0, 3].clone()
     parts = [part for layer in range(2) for part in kv_parts(cache, layer)]
     for part, places in parts:
         part[0, :, places[:2].flatten()] = 1
@@ -145,7 +145,7 @@ def test_a_block_is_copied_as_far_as_it_is_shared(dtype, order):
             assert part[:3, head, places[:, element]].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [2, 0, 0, 0]]
         assert torch.equal(part[3], spoilt) or part[3].isnan().all()
     for scales in cache.scales:
-        assert scales[:3, 3].tolist() == [[0.5, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25, 0, 0, 0]]
+        assert scales[1, :3, 1].tolist() == [[0.5, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25, 0, 0, 0]]
 
 
 def test_the_order_of_a_block():

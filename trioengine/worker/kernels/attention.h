@@ -37,19 +37,26 @@ struct Tiles {
     float scale;
     int64_t window;  // tokens that a query sees, itself among them
     Element *out;
+    bool has_units_for_all;
 
     static int64_t segments(const Tile &tile) { return (tile.context + SEGMENT_SIZE - 1) / SEGMENT_SIZE; }
 
-    // Of one head of keys and values. `next`: the piece that this thread reads after them.
-    void attend(const Tile &tile, int64_t head, int64_t first, int64_t last, const Next &next,
+    // How many heads of keys and values are attended to together: several, as they lie side by side, unless threads would
+    // have nothing to do then.
+    int64_t together(const Tile &tile) const {
+        return has_units_for_all ? std::min<int64_t>(TileAttention::heads_together(tile), kv_heads) : 1;
+    }
+
+    // `next`: the piece that this thread reads after them.
+    void attend(const Tile &tile, int64_t head, int64_t heads, int64_t first, int64_t last, const Next &next,
                 SegmentSums *sums) const {
-        TileAttention attention(tile, queries(tile, head), row.size(), row.step(), scale, window);
+        TileAttention attention(tile, int(heads), queries(tile, head), row.size(), row.step(), scale, window);
         const HeadCache cached = head_cache(tile, head);
         SegmentSums latest;
         for (int64_t segment = first; segment < last; segment++) {
             const Next behind{&cached, TileRows(tile, window).first_of(segment + 1)};
             attention.attend(cached, segment, segment + 1 < last ? behind : next, segment == first ? *sums : latest);
-            if (segment > first) sums->merge(latest, rows(tile));
+            if (segment > first) sums->merge(latest, 0, int(heads) * rows(tile));
         }
     }
 
@@ -59,15 +66,16 @@ struct Tiles {
         return {cache, kv_heads, head, tables + tile.sequence * width};
     }
 
-    void write(const Tile &tile, int64_t head, const SegmentSums &sums) const {
+    // Of one head of keys and values, whose sums begin with row `first`.
+    void write(const Tile &tile, int64_t head, const SegmentSums &sums, int first) const {
         const int64_t stride = GROUP_SIZE * kv_heads * HEAD_DIM;
         Element *to = out + tile.row * stride + head * GROUP_SIZE * HEAD_DIM;
-        sums.write(tile, to, stride);
-        if (!row.has_gates) return;
         const Element *gates = queries(tile, head) + HEAD_DIM;
         for (int r = 0; r < rows(tile); r++) {
             const int64_t token = r / GROUP_SIZE, query = r % GROUP_SIZE;
-            gate_row(to + token * stride + query * HEAD_DIM, gates + token * row.size() + query * row.step(), HEAD_DIM);
+            Element *result = to + token * stride + query * HEAD_DIM;
+            sums.write(first + r, result);
+            if (row.has_gates) gate_row(result, gates + token * row.size() + query * row.step(), HEAD_DIM);
         }
     }
 
@@ -79,41 +87,51 @@ struct Tiles {
     static int rows(const Tile &tile) { return int(tile.tokens) * GROUP_SIZE; }
 };
 
+// Whether each thread gets at least two of so many tiles, or segments.
+inline bool has_units_for_all(int64_t units) { return units >= 2 * omp_get_num_threads(); }
+
 // Called by all threads of a region, which share the tiles and heads. A thread takes some at a time, because it fetches
 // the next one.
 inline void attend_tiles(const Tiles &t) {
-    const int64_t chunk = std::max<int64_t>(1, t.count * t.kv_heads / (32 * omp_get_num_threads()));
+    const int64_t units = t.count * t.kv_heads, chunk = std::max<int64_t>(1, units / (32 * omp_get_num_threads()));
 #pragma omp for schedule(dynamic, chunk)
-    for (int64_t i = 0; i < t.count * t.kv_heads; i++) {
+    for (int64_t i = 0; i < units; i++) {
         const Tile &tile = t.tiles[i / t.kv_heads];
-        const int64_t j = std::min(i + 1, t.count * t.kv_heads - 1);  // the next one, if it is not another thread's
+        const int64_t head = i % t.kv_heads, heads = std::min(t.together(tile), t.kv_heads - head);
+        if (head % t.together(tile) != 0) continue;
+        const int64_t j = std::min(i + heads, units - 1);  // the next one, if it is not another thread's
         const Tile &next = t.tiles[j / t.kv_heads];
         const HeadCache next_cache = t.head_cache(next, j % t.kv_heads);
         SegmentSums sums;
-        t.attend(tile, i % t.kv_heads, 0, t.segments(tile), {&next_cache, t.first_piece(next)}, &sums);
-        t.write(tile, i % t.kv_heads, sums);
+        t.attend(tile, head, heads, 0, t.segments(tile), {&next_cache, t.first_piece(next)}, &sums);
+        for (int h = 0; h < heads; h++) t.write(tile, head + h, sums, h * t.rows(tile));
     }
 }
 
 // As attend_tiles, but they share the segments too, of which a tile has at most `segments`;
-// `sums`: [count, kv_heads, segments]. A thread takes an eighth of its share of one tile's segments at a time: a tile with
+// `sums`: [count, segments, kv_heads]. A thread takes an eighth of its share of one tile's segments at a time: a tile with
 // fewer segments may have nothing in its place.
 inline void attend_segments(const Tiles &t, int64_t segments, SegmentSums *sums) {
-    const int64_t chunk = std::max<int64_t>(1, t.kv_heads * segments / (8 * omp_get_num_threads()));
+    const int64_t chunk = std::max<int64_t>(1, segments / (8 * omp_get_num_threads())) * t.kv_heads;
 #pragma omp for schedule(dynamic, chunk)
-    for (int64_t i = 0; i < t.count * t.kv_heads * segments; i++) {
-        const int64_t unit = i / segments, head = unit % t.kv_heads, segment = i % segments;
-        const Tile &tile = t.tiles[unit / t.kv_heads];
+    for (int64_t i = 0; i < t.count * segments * t.kv_heads; i++) {
+        const int64_t segment = i / t.kv_heads % segments;
+        const Tile &tile = t.tiles[i / t.kv_heads / segments];
+        const int64_t head = i % t.kv_heads, heads = std::min(t.together(tile), t.kv_heads - head);
+        if (segment >= t.segments(tile) || head % t.together(tile) != 0) continue;
         const HeadCache cached = t.head_cache(tile, head);
         const Next behind{&cached, TileRows(tile, t.window).first_of(segment + 1)};
-        if (segment < t.segments(tile)) t.attend(tile, head, segment, segment + 1, behind, sums + i);
+        t.attend(tile, head, heads, segment, segment + 1, behind, sums + i);
     }
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < t.count * t.kv_heads; i++) {
         const Tile &tile = t.tiles[i / t.kv_heads];
-        SegmentSums *own = sums + i * segments;
-        for (int64_t segment = 1; segment < t.segments(tile); segment++) own->merge(own[segment], t.rows(tile));
-        t.write(tile, i % t.kv_heads, *own);
+        const int64_t head = i % t.kv_heads, other_heads = head % t.together(tile);  // before it, in the same sums
+        SegmentSums *own = sums + i / t.kv_heads * segments * t.kv_heads + head - other_heads;
+        const int first = int(other_heads) * t.rows(tile);
+        for (int64_t segment = 1; segment < t.segments(tile); segment++)
+            own->merge(own[segment * t.kv_heads], first, first + t.rows(tile));
+        t.write(tile, head, *own, first);
     }
 }
 

@@ -28,9 +28,9 @@ constexpr int WORD = CACHE_IN_PAIRS ? 2 : 1;  // elements that lie side by side:
 inline int part_size(int part) { return part == PARTS - 1 ? REST : LANES; }
 
 struct LayerCache {
-    CacheElement *elements;  // [blocks, 2, kv_heads, BLOCK_SIZE * HEAD_DIM], keys first
-    float *scales;           // [blocks, 2, kv_heads, BLOCK_SIZE], of a token's integers; null: not quantized
-    int64_t is_windowed;     // whether tables of windows name the blocks
+    CacheElement *keys, *values;        // [blocks, kv_heads, BLOCK_SIZE * HEAD_DIM]
+    float *key_scales, *value_scales;   // [blocks, kv_heads, BLOCK_SIZE], of a token's integers; null: not quantized
+    int64_t is_windowed;                // whether tables of windows name the blocks
 };
 
 // The place of a token's first element in a block.
@@ -40,27 +40,29 @@ inline int64_t value_place(int64_t token) { return token / WORD * WORD * HEAD_DI
 // A sequence's keys and values of one head.
 class HeadCache {
   public:
+    static constexpr int64_t SIZE = BLOCK_SIZE * HEAD_DIM;  // elements of a block; those of the next head lie behind them
+
     // `table`: the sequence's blocks.
     HeadCache(const LayerCache &cache, int64_t kv_heads, int64_t head, const int64_t *table)
         : cache_(cache), kv_heads_(kv_heads), head_(head), table_(table) {}
 
     // The first element of a token.
     const CacheElement *keys(int64_t position) const {
-        return cache_.elements + block(position, 0) * HEAD_DIM + key_place(position % BLOCK_SIZE);
+        return cache_.keys + block(position) * HEAD_DIM + key_place(position % BLOCK_SIZE);
     }
     const CacheElement *values(int64_t position) const {
-        return cache_.elements + block(position, 1) * HEAD_DIM + value_place(position % BLOCK_SIZE);
+        return cache_.values + block(position) * HEAD_DIM + value_place(position % BLOCK_SIZE);
     }
     const float *key_scales(int64_t position) const {
-        return cache_.scales + block(position, 0) + position % BLOCK_SIZE;
+        return cache_.key_scales + block(position) + position % BLOCK_SIZE;
     }
     const float *value_scales(int64_t position) const {
-        return cache_.scales + block(position, 1) + position % BLOCK_SIZE;
+        return cache_.value_scales + block(position) + position % BLOCK_SIZE;
     }
 
   private:
-    int64_t block(int64_t position, int half) const {
-        return ((table_[position / BLOCK_SIZE] * 2 + half) * kv_heads_ + head_) * BLOCK_SIZE;
+    int64_t block(int64_t position) const {
+        return (table_[position / BLOCK_SIZE] * kv_heads_ + head_) * BLOCK_SIZE;
     }
 
     const LayerCache cache_;
@@ -106,24 +108,23 @@ inline void store_head(const Element *from, int8_t *to, float *scale) {
 inline void fetch_slot(int64_t kv_heads, int64_t slot, const LayerCache &cache) {
     constexpr int LINE = 64 / sizeof(CacheElement), IN_LINE = std::max(WORD, LINE / BLOCK_SIZE);  // elements; of a key
     const int64_t token = slot % BLOCK_SIZE;
-    const CacheElement *to = cache.elements + slot / BLOCK_SIZE * 2 * kv_heads * BLOCK_SIZE * HEAD_DIM;
-    for (int64_t h = 0; h < kv_heads; h++, to += BLOCK_SIZE * HEAD_DIM)
-        for (int d = 0; d < HEAD_DIM; d += IN_LINE) fetch(to + key_place(token) + d * BLOCK_SIZE);
-    for (int64_t h = 0; h < kv_heads; h++, to += BLOCK_SIZE * HEAD_DIM)
-        for (int d = 0; d < HEAD_DIM * WORD; d += LINE) fetch(to + value_place(token) + d);
+    for (int64_t h = 0; h < kv_heads; h++) {
+        const int64_t first = (slot / BLOCK_SIZE * kv_heads + h) * BLOCK_SIZE * HEAD_DIM;
+        for (int d = 0; d < HEAD_DIM; d += IN_LINE) fetch(cache.keys + first + key_place(token) + d * BLOCK_SIZE);
+        for (int d = 0; d < HEAD_DIM * WORD; d += LINE) fetch(cache.values + first + value_place(token) + d);
+    }
 }
 
 // A token's keys, and the values behind them, to its slot.
 inline void store_token(const Element *from, int64_t kv_heads, int64_t slot, const LayerCache &cache) {
     const int64_t token = slot % BLOCK_SIZE;
-    for (int64_t h = 0; h < 2 * kv_heads; h++, from += HEAD_DIM) {
-        const int64_t block = (slot / BLOCK_SIZE * 2 * kv_heads + h) * BLOCK_SIZE;
-        CacheElement *to = cache.elements + block * HEAD_DIM;
-        float *scale = IS_QUANTIZED ? cache.scales + block + token : nullptr;
-        if (h < kv_heads)
-            store_head<WORD, BLOCK_SIZE>(from, to + key_place(token), scale);
-        else
-            store_head<1, WORD>(from, to + value_place(token), scale);
+    for (int64_t h = 0; h < kv_heads; h++, from += HEAD_DIM) {
+        const int64_t block = (slot / BLOCK_SIZE * kv_heads + h) * BLOCK_SIZE;
+        float *key_scale = IS_QUANTIZED ? cache.key_scales + block + token : nullptr;
+        float *value_scale = IS_QUANTIZED ? cache.value_scales + block + token : nullptr;
+        store_head<WORD, BLOCK_SIZE>(from, cache.keys + block * HEAD_DIM + key_place(token), key_scale);
+        store_head<1, WORD>(from + kv_heads * HEAD_DIM, cache.values + block * HEAD_DIM + value_place(token),
+                            value_scale);
     }
 }
 

@@ -69,7 +69,9 @@ class TokensInPlace {
 // threads can share a long context and the bits do not depend on it.
 class FloatAttention {
   public:
-    FloatAttention(const Tile &tile, const Element *queries, int64_t stride, int64_t step, float scale, int64_t window)
+    static int heads_together(const Tile &) { return 1; }
+
+    FloatAttention(const Tile &tile, int, const Element *queries, int64_t stride, int64_t step, float scale, int64_t window)
         : rows_(tile, window) {
         for (int r = 0; r < rows_.count; r++) {
             const Element *query = queries + r / GROUP_SIZE * stride + r % GROUP_SIZE * step;

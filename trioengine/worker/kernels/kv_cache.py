@@ -35,7 +35,10 @@ class KVOrder(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The layout of a layer: a tensor of [num_blocks, 2 * num_kv_heads, block_size * head_dim], keys first."""
+    """The layout of a layer: a tensor of [2, num_blocks, num_kv_heads, block_size * head_dim], keys first.
+
+    The keys of all heads lie side by side, and so do the values, because a CPU reads long runs of memory faster.
+    """
 
     dtype: torch.dtype  # the model's, or int8: `quantized`
     block_size: int
@@ -83,16 +86,16 @@ class KVCache:
 
         `windowed`: the layers that have the blocks of `windows`; empty: none has.
         """
-        self.layout = layout
+        self.layout, self.num_blocks, self.num_window_blocks = layout, num_blocks, windows.num_blocks
         self.windowed = tuple(windowed) or (False,) * num_layers  # for each layer: whether it has blocks of windows
         counts = [windows.num_blocks if is_windowed else num_blocks for is_windowed in self.windowed]
-        shapes = [(count, 2 * layout.num_kv_heads, layout.block_size) for count in counts]
+        shapes = [(2, count, layout.num_kv_heads, layout.block_size) for count in counts]
         try:
             self.layers = [
-                torch.empty((*shape[:2], shape[2] * layout.head_dim), dtype=layout.dtype, device=device)
+                torch.empty((*shape[:3], shape[3] * layout.head_dim), dtype=layout.dtype, device=device)
                 for shape in shapes
             ]
-            self.scales = [  # [num_blocks, 2 * num_kv_heads, block_size], a tensor a layer; none: not quantized
+            self.scales = [  # [2, num_blocks, num_kv_heads, block_size], a tensor a layer; none: not quantized
                 torch.empty(shape, dtype=_SCALE, device=device) for shape in shapes * layout.is_quantized
             ]
         except RuntimeError as exc:  # torch's for a lack of memory, also on a GPU
@@ -115,14 +118,13 @@ class KVCache:
             sources, targets, counts = torch.tensor(copies, device=device).unbind(1)
             places = torch.stack(layout.places()).flatten(1).to(device)
             tokens = places.argsort(dim=1) // layout.head_dim  # [2, block_size * head_dim], of the elements
-            behind = tokens >= counts[:, None, None]
-            behind_scales = torch.arange(layout.block_size, device=device) >= counts[:, None, None]
+            behind = (tokens[:, None] >= counts[:, None]).unsqueeze(2)
+            behind_scales = (torch.arange(layout.block_size, device=device) >= counts[:, None]).unsqueeze(1)
             for layer in layers:
                 elements = self.layers[layer]
-                parts = elements.view(len(elements), 2, layout.num_kv_heads, -1)
-                parts.index_copy_(0, targets, parts.index_select(0, sources).masked_fill_(behind[:, :, None], 0))
+                elements.index_copy_(1, targets, elements.index_select(1, sources).masked_fill_(behind, 0))
                 for scales in self.scales[layer : layer + 1]:
-                    scales.index_copy_(0, targets, scales.index_select(0, sources).masked_fill_(behind_scales, 0))
+                    scales.index_copy_(1, targets, scales.index_select(1, sources).masked_fill_(behind_scales, 0))
 
 
 def quantized(heads: Tensor) -> tuple[Tensor, Tensor]:

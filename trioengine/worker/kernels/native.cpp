@@ -25,7 +25,8 @@ void store(const Element *heads, int64_t tokens, int64_t kv_heads, const int64_t
 void attend(const Element *heads, int64_t kv_heads, const LayerCache *cache, const int64_t *tables, int64_t width,
             const Tile *tiles, int64_t num_tiles, float scale, int64_t window, Element *out) {
 #pragma omp parallel
-    attend_tiles({tiles, num_tiles, kv_heads, heads, {kv_heads, false}, *cache, tables, width, scale, window, out});
+    attend_tiles({tiles, num_tiles, kv_heads, heads, {kv_heads, false}, *cache, tables, width, scale, window, out,
+                  has_units_for_all(num_tiles)});
 }
 
 CacheOrder cache_order() { return CACHE_IN_PAIRS ? CacheOrder::PAIRS : CacheOrder::TRANSPOSED_KEYS; }

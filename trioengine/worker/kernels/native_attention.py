@@ -27,7 +27,13 @@ class Library(Protocol):
 class LayerCacheAddress(ctypes.Structure):
     """cache.h's LayerCache."""
 
-    _fields_ = (("elements", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("is_windowed", ctypes.c_int64))
+    _fields_ = (
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("key_scales", ctypes.c_void_p),
+        ("value_scales", ctypes.c_void_p),
+        ("is_windowed", ctypes.c_int64),
+    )
 
 
 class NativeAttention:
@@ -74,10 +80,10 @@ def cache_addresses(cache: KVCache, dtype: torch.dtype, order: KVOrder) -> ctype
     """The addresses of every layer, of `dtype` and in that order."""
     if cache.layout.order is not order:
         raise InvariantError(f"a native kernel got a KV cache in the order {cache.layout.order.name}, not {order.name}")
-    elements = [address(layer, dtype) for layer in cache.layers]
-    scales = [address(scales, torch.float32) for scales in cache.scales] or [0] * len(elements)  # null
-    layers = zip(elements, scales, cache.windowed, strict=True)
-    return (LayerCacheAddress * len(elements))(*(LayerCacheAddress(*layer) for layer in layers))
+    halves = [[address(half, dtype) for half in layer] for layer in cache.layers]
+    scales = [[address(half, torch.float32) for half in layer] for layer in cache.scales] or [[0, 0]] * len(halves)
+    layers = zip(halves, scales, cache.windowed, strict=True)
+    return (LayerCacheAddress * len(halves))(*(LayerCacheAddress(*a, *b, is_windowed) for a, b, is_windowed in layers))
 
 
 def _tiles(batch: ForwardBatch, size: int) -> Tensor:

@@ -11,55 +11,71 @@
 
 namespace {
 
-// A word a lane; zeros behind the count.
+// A word a lane; zeros behind the count. They stay in a register: GCC would load them again for each product.
 inline Words load_words(const void *from, int count = LANES) {
-    return count == LANES ? (Words)_mm512_loadu_si512(from)
-                          : (Words)_mm512_maskz_loadu_epi32(__mmask16((1u << count) - 1), from);
+    Words words = count == LANES ? (Words)_mm512_loadu_si512(from)
+                                 : (Words)_mm512_maskz_loadu_epi32(__mmask16((1u << count) - 1), from);
+    asm("" : "+v"(words));
+    return words;
 }
 
 // The same as FloatAttention, but weights are rounded to bfloat16, also for their total.
+//
+// Memory is fastest where it is read in its order. So a few queries are computed for several heads together, whose keys
+// lie side by side, and so do their values: all keys of a piece, and then all values, by runs. Meanwhile the next runs are
+// fetched, also while weights are computed, lest memory waits. Many queries are computed a head at a time, with keys and
+// values that the sums of many rows and tokens share.
 class PairAttention {
   public:
-    PairAttention(const Tile &tile, const Element *queries, int64_t stride, int64_t step, float scale, int64_t window)
-        : rows_(tile, window), queries_(queries), stride_(stride), step_(step), scale_(scale * 1.44269504f) {}
+    // How many heads are computed together, at most.
+    static int heads_together(const Tile &tile) {
+        return tile.tokens * GROUP_SIZE <= FEW ? std::max(1, TILE_SIZE / int(tile.tokens)) : 1;
+    }
 
+    // `queries`: of the first of the heads.
+    PairAttention(const Tile &tile, int heads, const Element *queries, int64_t stride, int64_t step, float scale,
+                  int64_t window)
+        : rows_(tile, window), heads_(heads), queries_(queries), stride_(stride), step_(step),
+          scale_(scale * 1.44269504f) {}
+
+    // The sums have the rows of each head behind those of the head before. `cache` is the first head's.
     void attend(const HeadCache &cache, int64_t segment, const Next &next, SegmentSums &sums) {
-        sums.clear(rows_.count);
+        sums.clear(heads_ * rows_.count);
         rows_.for_pieces(cache, segment, next, [&](const Piece &piece, const Next &next) {
-            read(cache, piece, next);
-            rows_.for_strips<UNIT>([&](auto rows, int r) { attend_strip<rows>(r, piece, sums); });
+            num_runs_ = 0;
+            add_runs(cache, piece);
+            add_runs(*next.cache, next.piece);
+            if (rows_.count <= FEW) return attend_by_runs(piece, sums);
+            const int own = 2 * groups_of(piece), others = num_runs_ - own;
+            rows_.for_strips<UNIT>([&](auto rows, int r) {
+                for (int i = r * others / rows_.count; i < (r + rows) * others / rows_.count; i++)
+                    runs_[own + i].fetch_part(0);
+                attend_strip<rows>(r, piece, sums);
+            });
         });
     }
 
   private:
-    static constexpr int UNIT = std::gcd(GROUP_SIZE, STRIP);              // divides the rows of each strip
-    static constexpr int PAIRS = KEYS / 2, GROUP_PAIRS = LANES / 2;       // of tokens
+    static constexpr int FEW = 8;  // rows of a head
+    static constexpr int AT_ONCE = 2;  // runs of keys that these read, so that the latency of sums is hidden
+    static constexpr int AHEAD = 2;  // runs, from the fetch to the use, for these
+    static constexpr int UNIT = std::gcd(GROUP_SIZE, STRIP);         // divides the rows of each strip
+    static constexpr int GROUP_PAIRS = LANES / 2;                    // of tokens
+    static constexpr int LINE = 2 * LANES;                           // elements of a register
     static constexpr int KEY_STEP = 2 * BLOCK_SIZE, VALUE_STEP = 2 * HEAD_DIM;  // to the next two elements, or tokens
-    static constexpr int SOON = 4;  // steps, of a line or more each, from `fetch_soon` to the use
+    static constexpr int LINES = GROUP_PAIRS * PARTS;                // of a head in a run, at most
     static constexpr uint32_t ONES = 0x3f803f80;
 
-    void read(const HeadCache &cache, const Piece &piece, const Next &next) {
-        for (int k = 0; k < piece.size; k += LANES) {
-            keys_[k / LANES] = cache.keys(piece.start + k);
-            values_[k / LANES] = cache.values(piece.start + k);
-        }
-        num_next_ = (next.piece.size + LANES - 1) / LANES;
-        for (int g = 0; g < num_next_; g++) {
-            next_keys_[g] = next.cache->keys(next.piece.start + g * LANES);
-            next_values_[g] = next.cache->values(next.piece.start + g * LANES);
-        }
-    }
+    // The keys or the values of a group, a part for each head.
+    struct Run {
+        const CacheElement *first;
+        int64_t step;  // from line to line
 
-    // Fetches two elements of the next groups' keys. Those of all strips are the same.
-    void fetch_next_keys(int d) const {
-        for (int g = 0; g < num_next_; g++) fetch(next_keys_[g] + d * KEY_STEP);
-    }
-
-    // Fetches the values of two tokens.
-    void fetch_next_values(int pair) const {
-        const CacheElement *values = next_values_[pair / GROUP_PAIRS] + pair % GROUP_PAIRS * VALUE_STEP;
-        for (int p = 0; p < PARTS; p++) fetch(values + p * 2 * LANES);
-    }
+        const CacheElement *part(int head) const { return first + head * HeadCache::SIZE; }
+        void fetch_part(int head) const {
+            for (int line = 0; line < LINES; line++) fetch(part(head) + line * step);
+        }
+    };
 
     // The tokens of a piece that a row sees.
     struct Seen {
@@ -74,49 +90,101 @@ class PairAttention {
         }
     };
 
+    void add_runs(const HeadCache &cache, const Piece &piece) {
+        const int count = groups_of(piece);
+        for (int g = 0; g < count; g++) {
+            const int64_t position = piece.start + g * LANES;
+            runs_[num_runs_ + g] = {cache.keys(position), KEY_STEP};
+            runs_[num_runs_ + count + g] = {cache.values(position), LINE};
+        }
+        num_runs_ += 2 * count;
+    }
+
+    // The run that is read so much later, or the last one of all.
+    const Run &run_behind(int i) const { return runs_[std::min(i, num_runs_ - 1)]; }
+
+    static int groups_of(const Piece &piece) { return (piece.size + LANES - 1) / LANES; }
+
+    Seen seen_by(int r, const Piece &piece) const {
+        return {piece.within(rows_.begin_of(r)), piece.within(rows_.seen_by(r))};
+    }
+
+    void attend_by_runs(const Piece &piece, SegmentSums &sums) {
+        const int groups = groups_of(piece);
+        Seen seen[FEW];
+        for (int r = 0; r < rows_.count; r++) seen[r] = seen_by(r, piece);
+        int g = 0;
+        for (; g + AT_ONCE <= groups; g += AT_ONCE) score_heads<AT_ONCE>(g);
+        for (; g < groups; g++) score_heads<1>(g);
+        for (int h = 0; h < heads_; h++) {
+            run_behind(groups + AHEAD).fetch_part(h);
+            for (int r = 0; r < rows_.count; r++) {
+                const int row = h * rows_.count + r;
+                weigh(row, seen[r].bits(), groups, row, sums);
+            }
+        }
+        for (int g = 0; g < groups; g++)
+            for (int h = 0; h < heads_; h++) {
+                run_behind(groups + g + AHEAD + 1).fetch_part(h);
+                rows_.for_strips<UNIT>([&](auto rows, int r) {
+                    const int row = h * rows_.count + r;
+                    add_values<rows>(seen + r, row, &runs_[groups], h, g, g + 1, row, sums);
+                });
+            }
+    }
+
+    template <int COUNT>
+    void score_heads(int g) {
+        for (int h = 0; h < heads_; h++) {
+            for (int j = 0; j < COUNT; j++) run_behind(g + j + AHEAD).fetch_part(h);
+            rows_.for_strips<UNIT>([&](auto rows, int r) { score<rows, COUNT>(h, r, g, h * rows_.count + r); });
+        }
+    }
+
     template <int ROWS>
     void attend_strip(int r, const Piece &piece, SegmentSums &sums) {
         Seen seen[ROWS];  // ascending
-        for (int i = 0; i < ROWS; i++)
-            seen[i] = {piece.within(rows_.begin_of(r + i)), piece.within(rows_.seen_by(r + i))};
+        for (int i = 0; i < ROWS; i++) seen[i] = seen_by(r + i, piece);
         const int count = seen[ROWS - 1].end, groups = (count + LANES - 1) / LANES;
         if (count == seen[0].begin) return;
         switch (groups) {
-            case 1: score<ROWS, 1>(r); break;
-            case 2: score<ROWS, 2>(r); break;
-            case 3: score<ROWS, 3>(r); break;
-            case 4: score<ROWS, 4>(r); break;
+            case 1: score<ROWS, 1>(0, r, 0, 0); break;
+            case 2: score<ROWS, 2>(0, r, 0, 0); break;
+            case 3: score<ROWS, 3>(0, r, 0, 0); break;
+            case 4: score<ROWS, 4>(0, r, 0, 0); break;
         }
         for (int i = 0; i < ROWS; i++) weigh(i, seen[i].bits(), groups, r + i, sums);
-        add_values<ROWS>(seen, r, sums);
+        add_values<ROWS>(seen, 0, &runs_[groups_of(piece)], 0, 0, groups, r, sums);
     }
 
-    const Element *query(int r) const { return queries_ + r / GROUP_SIZE * stride_ + r % GROUP_SIZE * step_; }
-
+    // Scores of some groups, for rows of head h, to row `to`.
     template <int ROWS, int COUNT>
-    void score(int r) {
-        Floats sums[ROWS][COUNT]{};
+    void score(int h, int r, int g, int to) {
         const Element *queries[ROWS];
-        for (int i = 0; i < ROWS; i++) queries[i] = query(r + i);
+        for (int i = 0; i < ROWS; i++) queries[i] = query(h, r + i);
+        const CacheElement *keys[COUNT];
+        for (int j = 0; j < COUNT; j++) keys[j] = runs_[g + j].part(h);
+        Floats sums[ROWS][COUNT]{};
         for (int d = 0; d < HEAD_DIM / 2; d++) {
-            Words keys[COUNT];
-            for (int g = 0; g < COUNT; g++) keys[g] = load_words(keys_[g] + d * KEY_STEP);
-            if (r == 0) fetch_next_keys(d);
-            if (r == 0 && d + SOON < HEAD_DIM / 2)
-                for (int g = 0; g < COUNT; g++) fetch_soon(keys_[g] + (d + SOON) * KEY_STEP);
+            Words words[COUNT];
+            for (int j = 0; j < COUNT; j++) words[j] = load_words(keys[j] + d * KEY_STEP);
 #pragma GCC unroll 4
             for (int i = 0; i < ROWS; i++) {
                 uint32_t pair;
                 std::memcpy(&pair, queries[i] + 2 * d, sizeof pair);
 #pragma GCC unroll 4
-                for (int g = 0; g < COUNT; g++) sums[i][g] = add_pair(sums[i][g], keys[g], pair);
+                for (int j = 0; j < COUNT; j++) sums[i][j] = add_pair(sums[i][j], words[j], pair);
             }
         }
         for (int i = 0; i < ROWS; i++)
-            for (int g = 0; g < COUNT; g++) scores_[i][g] = sums[i][g] * scale_;
+            for (int j = 0; j < COUNT; j++) scores_[to + i][g + j] = sums[i][j] * scale_;
     }
 
-    // Scores of keys that the strip's row i sees become weights, and those of others 0.
+    const Element *query(int h, int r) const {
+        return queries_ + r / GROUP_SIZE * stride_ + (h * GROUP_SIZE + r % GROUP_SIZE) * step_;
+    }
+
+    // Scores of keys that a row sees become weights, and those of others 0.
     void weigh(int i, uint64_t seen, int groups, int r, SegmentSums &sums) {
         __m512 top = _mm512_set1_ps(sums.largest[r]);
         for (int g = 0; g < groups; g++)
@@ -134,54 +202,72 @@ class PairAttention {
         }
     }
 
-    // A row does not add the value of a token that it does not see: 0 times a value that is not finite is nan.
+    // Adds the values of head h in some groups, with the weights from row `from` on, to the sums of row r and those behind
+    // it. A row does not add the value of a token that it does not see: 0 times a value that is not finite is nan.
     template <int ROWS>
-    void add_values(const Seen (&seen)[ROWS], int r, SegmentSums &to) {
-        const int all_begin = (seen[ROWS - 1].begin + 1) / 2, all_end = std::max(seen[0].end / 2, all_begin);
+    void add_values(const Seen *seen, int from, const Run *runs, int h, int first_group, int last_group, int r,
+                    SegmentSums &to) const {
+        const int begin = first_group * GROUP_PAIRS, end = last_group * GROUP_PAIRS;
+        const int all_begin = std::clamp((seen[ROWS - 1].begin + 1) / 2, begin, end);  // seen by all rows
+        const int all_end = std::clamp(seen[0].end / 2, all_begin, end);
+        for (int i = 0; i < ROWS && begin < all_begin; i++)
+            add_some_values(seen[i], from + i, runs, h, begin, all_begin, to.results[r + i]);
+        add_pairs<ROWS>(from, runs, h, all_begin, all_end, &to.results[r]);
+        for (int i = 0; i < ROWS && all_end < end; i++)
+            add_some_values(seen[i], from + i, runs, h, all_end, end, to.results[r + i]);
+    }
+
+    // Of pairs of tokens that all rows see.
+    template <int ROWS>
+    void add_pairs(int from, const Run *runs, int h, int begin, int end, Floats (*results)[PARTS]) const {
         for (int first = 0; first < PARTS; first += WIDE) {
-            const bool fetches = r == 0 && first == 0;
             Floats sums[ROWS][WIDE];
-            for (int i = 0; i < ROWS; i++)
-                for (int p = 0; p < WIDE; p++) sums[i][p] = to.results[r + i][first + p];
-            const auto add_others = [&](int i, int begin, int end) {
-                for (int k = std::max(begin, seen[i].pairs_begin()); k < std::min(end, seen[i].pairs_end()); k++)
-                    for (int p = 0; p < WIDE; p++)
-                        sums[i][p] = add_pair(sums[i][p], values(k, first + p) & seen[i].halves(k), weights(i, k));
-            };
-            for (int i = 0; i < ROWS; i++) add_others(i, 0, all_begin);
-            for (int k = all_begin; k < all_end; k++) {
-                Words pairs[WIDE];
-                for (int p = 0; p < WIDE; p++) pairs[p] = values(k, first + p);
-                if (fetches && k < num_next_ * GROUP_PAIRS) fetch_next_values(k);
-                if (fetches && k + SOON < all_end)
-                    for (int p = 0; p < PARTS; p++) fetch_soon(values_at(k + SOON, p));
-#pragma GCC unroll 4
-                for (int i = 0; i < ROWS; i++)
-#pragma GCC unroll 4
-                    for (int p = 0; p < WIDE; p++) sums[i][p] = add_pair(sums[i][p], pairs[p], weights(i, k));
+            const uint32_t *weights[ROWS];
+            for (int i = 0; i < ROWS; i++) {
+                weights[i] = (const uint32_t *)weights_[from + i];
+                for (int p = 0; p < WIDE; p++) sums[i][p] = results[i][first + p];
             }
-            for (int i = 0; i < ROWS; i++) add_others(i, all_end, PAIRS);
-            if (fetches)
-                for (int k = all_end; k < num_next_ * GROUP_PAIRS; k++) fetch_next_values(k);
+            for (int k = begin; k < end;) {
+                const CacheElement *values = values_at(runs, h, k) + first * LINE;
+                const int stop = std::min(end, (k / GROUP_PAIRS + 1) * GROUP_PAIRS);  // of the group
+                for (; k < stop; k++, values += VALUE_STEP) {
+                    Words pairs[WIDE];
+                    for (int p = 0; p < WIDE; p++) pairs[p] = load_words(values + p * LINE, part_size(first + p));
+#pragma GCC unroll 4
+                    for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 4
+                        for (int p = 0; p < WIDE; p++) sums[i][p] = add_pair(sums[i][p], pairs[p], weights[i][k]);
+                }
+            }
             for (int i = 0; i < ROWS; i++)
-                for (int p = 0; p < WIDE; p++) to.results[r + i][first + p] = sums[i][p];
+                for (int p = 0; p < WIDE; p++) results[i][first + p] = sums[i][p];
         }
     }
 
-    const CacheElement *values_at(int pair, int part) const {
-        return values_[pair / GROUP_PAIRS] + pair % GROUP_PAIRS * VALUE_STEP + part * 2 * LANES;
+    // Of a row that does not see all pairs, or tokens of a pair.
+    void add_some_values(const Seen &seen, int from, const Run *runs, int h, int begin, int end,
+                         Floats (&results)[PARTS]) const {
+        const auto *weights = (const uint32_t *)weights_[from];
+        for (int k = std::max(begin, seen.pairs_begin()); k < std::min(end, seen.pairs_end()); k++)
+            for (int p = 0; p < PARTS; p++) {
+                const Words pairs = load_words(values_at(runs, h, k) + p * LINE, part_size(p)) & seen.halves(k);
+                results[p] = add_pair(results[p], pairs, weights[k]);
+            }
     }
-    Words values(int pair, int part) const { return load_words(values_at(pair, part), part_size(part)); }
-    uint32_t weights(int i, int pair) const { return ((const uint32_t *)weights_[i])[pair]; }
+
+    static const CacheElement *values_at(const Run *runs, int h, int pair) {
+        return runs[pair / GROUP_PAIRS].part(h) + pair % GROUP_PAIRS * VALUE_STEP;
+    }
 
     const TileRows rows_;
+    const int heads_;
     const Element *const queries_;
     const int64_t stride_, step_;
     const float scale_;
-    const CacheElement *keys_[GROUPS], *values_[GROUPS], *next_keys_[GROUPS], *next_values_[GROUPS];
-    int num_next_;
-    Floats scores_[STRIP][GROUPS];
-    Words weights_[STRIP][GROUPS / 2];  // of two tokens a word
+    Run runs_[4 * GROUPS];  // a piece's keys, and its values; the next one's
+    int num_runs_;
+    Floats scores_[QUERIES][GROUPS];
+    Words weights_[QUERIES][GROUPS / 2];  // of two tokens a word
 };
 
 }  // namespace

@@ -120,9 +120,9 @@ struct SegmentSums {
         largest[r] = top;
     }
 
-    // Adds the sums over the tokens behind these.
-    void merge(const SegmentSums &next, int rows) {
-        for (int r = 0; r < rows; r++) {
+    // Adds the sums of some rows over the tokens behind these.
+    void merge(const SegmentSums &next, int begin, int end) {
+        for (int r = begin; r < end; r++) {
             if (sum(next.totals[r]) == 0) continue;  // the query is before these tokens
             const float top = std::max(largest[r], next.largest[r]), base = top == -INFINITY ? 0 : top;
             const float ours = weight_of(all(largest[r] - base))[0];
@@ -133,12 +133,9 @@ struct SegmentSums {
         }
     }
 
-    void write(const Tile &tile, Element *out, int64_t stride) const {
-        for (int r = 0; r < tile.tokens * GROUP_SIZE; r++) {
-            Element *to = out + r / GROUP_SIZE * stride + r % GROUP_SIZE * HEAD_DIM;
-            const float total = sum(totals[r]);
-            for (int p = 0; p < PARTS; p++) store_lanes(to + p * LANES, results[r][p] / total, part_size(p));
-        }
+    void write(int r, Element *to) const {
+        const float total = sum(totals[r]);
+        for (int p = 0; p < PARTS; p++) store_lanes(to + p * LANES, results[r][p] / total, part_size(p));
     }
 };
 

@@ -95,10 +95,13 @@ class TorchKernels:
         return best_tokens(logits)
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
-        full = TorchAttention(batch, cache, self._num_heads, self._dtype)
         if not any(cache.windowed):
-            return full
-        return ByLayer(cache, full, TorchAttention(batch.in_windows(), cache, self._num_heads, self._dtype))
+            return TorchAttention(batch, cache, self._num_heads, self._dtype)
+        full, in_windows = (
+            TorchAttention(each, cache, self._num_heads, self._dtype, is_windowed)
+            for each, is_windowed in ((batch, False), (batch.in_windows(), True))
+        )
+        return ByLayer(cache, full, in_windows)
 
     def decoder(self, config: TextConfig, weights: DecoderWeights) -> Decoder:
         return LayerByLayer(self, config, weights)
@@ -123,7 +126,7 @@ class _DecodeGroup:
 
     start: int  # rows of the batch
     stop: int
-    rows: Tensor  # [2 * num_seqs * num_kv_heads * num_blocks]: of the cache as [blocks * heads, block_size * head_dim]
+    rows: Tensor  # [2 * num_seqs * num_kv_heads * num_blocks]: of a layer as [2 * blocks * heads, block_size * head_dim]
     lengths: Tensor  # [num_seqs]: tokens of each context
     longest: int  # tokens
 
@@ -151,12 +154,17 @@ class _View:
 class TorchAttention:
     """Blocks are gathered into dense keys and values, a few sequences at a time."""
 
-    def __init__(self, batch: ForwardBatch, cache: KVCache, num_heads: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, batch: ForwardBatch, cache: KVCache, num_heads: int, dtype: torch.dtype, is_windowed: bool = False
+    ) -> None:
+        """Of the layers that have blocks of windows, or of the others."""
         self._cache = cache
+        num_blocks = cache.num_window_blocks if is_windowed else cache.num_blocks
         layout = cache.layout
         self._kv_heads, self._block_size, self._head_dim = layout.num_kv_heads, layout.block_size, layout.head_dim
         self._group_size = num_heads // self._kv_heads
         self._dtype, self._device = dtype, cache.layers[0].device
+        self._halves = torch.arange(2, device=self._device) * num_blocks  # of keys and values, in blocks
         self._slots = self._slot_rows(batch)
         self._fresh = self._fresh_blocks(batch)
         self._groups = list(self._decode_groups(batch))
@@ -166,11 +174,12 @@ class TorchAttention:
     # ---- layout, once a step ----
 
     def _slot_rows(self, batch: ForwardBatch) -> Tensor:
-        """[num_tokens * 2 * num_kv_heads]: rows of the cache as [blocks * heads * block_size, head_dim]."""
+        """[num_tokens * 2 * num_kv_heads]: rows of a layer as [2 * blocks * heads * block_size, head_dim]."""
         blocks = torch.div(batch.slot_mapping, self._block_size, rounding_mode="floor")
         offsets = batch.slot_mapping - blocks * self._block_size
-        heads = torch.arange(2 * self._kv_heads, device=self._device)
-        return ((blocks[:, None] * len(heads) + heads) * self._block_size + offsets[:, None]).view(-1)
+        heads = torch.arange(self._kv_heads, device=self._device)
+        parts = (self._halves[:, None] + blocks[:, None, None]) * self._kv_heads + heads  # [num_tokens, 2, num_kv_heads]
+        return (parts * self._block_size + offsets[:, None, None]).view(-1)
 
     def _fresh_blocks(self, batch: ForwardBatch) -> Tensor | None:
         """Blocks that this step begins and does not fill.
@@ -205,8 +214,9 @@ class TorchAttention:
 
     def _block_rows(self, tables: Tensor) -> Tensor:
         """Keys of all sequences and heads, then values: tables [num_seqs, num_blocks]."""
-        heads = torch.arange(2 * self._kv_heads, device=self._device).view(2, 1, -1, 1)
-        return (tables[:, None, :] * heads.numel() + heads).view(-1)
+        heads = torch.arange(self._kv_heads, device=self._device)
+        blocks = self._halves[:, None, None, None] + tables[:, None, :]
+        return (blocks * self._kv_heads + heads[:, None]).view(-1)
 
     def _make_prefills(self, batch: ForwardBatch) -> list[_Prefill]:
         prefills = []
@@ -287,15 +297,15 @@ class TorchAttention:
     def _write(self, cached: Tensor, new: Tensor) -> None:
         """`new` [num_tokens * 2 * num_kv_heads, …] to its slots; a block that is begun is cleared before."""
         if self._fresh is not None:
-            cached.index_fill_(0, self._fresh, 0)
+            cached.index_fill_(1, self._fresh, 0)
         cached.view(-1, *new.shape[1:]).index_copy_(0, self._slots, new)
 
     def _gather(self, layer: int, rows: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
         """Keys and values, each [pairs, num_blocks * block_size, head_dim]; a pair is a sequence and a head."""
         cache = self._cache
-        both = cache.layers[layer].flatten(0, 1).index_select(0, rows).view(2, pairs, -1, self._head_dim)
+        both = cache.layers[layer].flatten(0, 2).index_select(0, rows).view(2, pairs, -1, self._head_dim)
         if cache.scales:
-            scales = cache.scales[layer].flatten(0, 1).index_select(0, rows).view(2, pairs, -1)
+            scales = cache.scales[layer].flatten(0, 2).index_select(0, rows).view(2, pairs, -1)
             both = dequantized(both, scales, self._dtype)
         keys, values = both.unbind()
         return keys, values

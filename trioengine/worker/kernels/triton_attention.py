@@ -99,16 +99,17 @@ class TritonAttention:
         """The new keys and values [num_tokens, 2 * num_kv_heads, head_dim] to their slots."""
         cache, layout = self._cache, self._cache.layout
         num_rows, num_pairs, head_dim = key_value.shape
+        num_blocks = cache.layers[layer].shape[1]
         numbers = key_value
         if cache.scales:
             numbers, scales = quantized(key_value)
             _store[(num_rows,)](
-                scales, cache.scales[layer], self._slots, num_pairs, num_pairs, 1, layout.block_size,
+                scales, cache.scales[layer], self._slots, num_pairs, num_pairs, 1, num_blocks, layout.block_size,
                 COLUMNS=triton.next_power_of_2(num_pairs),
             )  # fmt: skip
         size = num_pairs * head_dim
         _store[(num_rows,)](
-            numbers, cache.layers[layer], self._slots, numbers.stride(0), size, head_dim, layout.block_size,
+            numbers, cache.layers[layer], self._slots, numbers.stride(0), size, head_dim, num_blocks, layout.block_size,
             COLUMNS=triton.next_power_of_2(size),
         )  # fmt: skip
 
@@ -146,6 +147,7 @@ class TritonAttention:
             start,
             1 + 4 * plan.num_tiles,
             layout.num_kv_heads,
+            cache.layers[layer].shape[1],
             GROUP_SIZE=plan.group_size,
             HEAD_DIM=head_dim,
             BLOCK_SIZE=layout.block_size,
@@ -165,14 +167,17 @@ class TritonAttention:
 
 
 @triton.jit
-def _store(numbers, cached, slots, row_size, size, head_dim, block_size, COLUMNS: tl.constexpr):
+def _store(numbers, cached, slots, row_size, size, head_dim, num_blocks, block_size, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     columns = tl.arange(0, COLUMNS)
     inside = columns < size
     values = tl.load(numbers + row * row_size + columns, mask=inside)
-    block = slot // block_size * (size // head_dim) + columns // head_dim
-    at = (block * block_size + slot % block_size) * head_dim + columns % head_dim
+    num_kv_heads = size // head_dim // 2
+    part = columns // head_dim
+    block = part // num_kv_heads * num_blocks + slot // block_size
+    head = block * num_kv_heads + part % num_kv_heads
+    at = (head * block_size + slot % block_size) * head_dim + columns % head_dim
     tl.store(cached + at, values, mask=inside)
 
 
@@ -190,6 +195,7 @@ def _attend(
     first_tile,
     tables_at,
     num_kv_heads,
+    num_blocks,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -234,8 +240,8 @@ def _attend(
         keys = start + tl.arange(0, KEYS)
         is_key = keys < last
         block = tl.load(table + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        slot = (block * 2 * num_kv_heads + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
-        value_slot = slot + num_kv_heads * BLOCK_SIZE
+        slot = (block * num_kv_heads + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
+        value_slot = ((block + num_blocks) * num_kv_heads + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
         inside = is_key[:, None] & has_column[None, :]
         key = tl.load(cached + slot[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0)
         value = tl.load(cached + value_slot[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0)
