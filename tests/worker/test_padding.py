@@ -93,7 +93,7 @@ def test_the_block_of_padding_is_part_of_the_memory(tmp_path):
     again = load(path, kv_blocks=runner.info.kv_blocks_total, cuda_graphs="pad")
     assert again.info.kv_blocks_total == runner.info.kv_blocks_total
     assert again.cache.num_blocks == runner.cache.num_blocks
-    one_block = sum(layer[:1].nbytes for layer in runner.cache.layers)
+    one_block = sum(layer[:, :1].nbytes for layer in runner.cache.layers)
     with pytest.raises(ModelError, match="another for padding"):
         load(path, kv_cache_memory=2 * one_block - 1, cuda_graphs="pad")
 

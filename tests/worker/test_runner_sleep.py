@@ -80,7 +80,7 @@ def test_the_same_tokens_after_sleep(runner, prompt, levels, order):
             runner.wake(tags)
         assert answer(runner, prompt) == EXPECTED
         assert facts(runner) == before
-        assert len(runner.cache.layers[0]) == runner.info.kv_blocks_total + (runner.target.padding is not None)
+        assert runner.cache.num_blocks == runner.info.kv_blocks_total + (runner.target.padding is not None)
 
 
 def test_asleep_in_part_and_asleep_again(runner, prompt):

@@ -37,7 +37,7 @@ def prompts(count, length):
 
 
 def windows_of(runner):
-    return [len(layer) for layer in runner.cache.layers]
+    return [layer.shape[1] for layer in runner.cache.layers]
 
 
 def expected(path, asked, options, **params):
@@ -149,7 +149,7 @@ def test_a_draft_model_has_all_blocks(tmp_path, path, model, options):
     draft = tiny_decoders.write(tmp_path / "draft", model, max_position_embeddings=CONTEXT)
     runner = load(path, kv_cache_memory=16 << 20, draft_model_path=str(draft), **SIZES, **options)
     assert runner.info.windows != NO_WINDOWS
-    assert {len(layer) for layer in runner.draft_model.loaded.cache.layers} == {runner.info.kv_blocks_total}
+    assert {layer.shape[1] for layer in runner.draft_model.loaded.cache.layers} == {runner.info.kv_blocks_total}
     answers, statistics = generate(runner, asked, 40, params)
     assert answers == expected(path, asked, options)
     assert statistics.accepted_tokens > 20

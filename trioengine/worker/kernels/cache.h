@@ -40,7 +40,7 @@ inline int64_t value_place(int64_t token) { return token / WORD * WORD * HEAD_DI
 // A sequence's keys and values of one head.
 class HeadCache {
   public:
-    static constexpr int64_t SIZE = BLOCK_SIZE * HEAD_DIM;  // elements of a block; those of the next head lie behind them
+    static constexpr int64_t SIZE = BLOCK_SIZE * HEAD_DIM;  // elements of a block, behind which the next head has its own
 
     // `table`: the sequence's blocks.
     HeadCache(const LayerCache &cache, int64_t kv_heads, int64_t head, const int64_t *table)

@@ -71,7 +71,8 @@ class FloatAttention {
   public:
     static int heads_together(const Tile &) { return 1; }
 
-    FloatAttention(const Tile &tile, int, const Element *queries, int64_t stride, int64_t step, float scale, int64_t window)
+    FloatAttention(const Tile &tile, int, const Element *queries, int64_t stride, int64_t step, float scale,
+                   int64_t window)
         : rows_(tile, window) {
         for (int r = 0; r < rows_.count; r++) {
             const Element *query = queries + r / GROUP_SIZE * stride + r % GROUP_SIZE * step;

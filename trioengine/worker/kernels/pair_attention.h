@@ -21,10 +21,9 @@ inline Words load_words(const void *from, int count = LANES) {
 
 // The same as FloatAttention, but weights are rounded to bfloat16, also for their total.
 //
-// Memory is fastest where it is read in its order. So a few queries are computed for several heads together, whose keys
-// lie side by side, and so do their values: all keys of a piece, and then all values, by runs. Meanwhile the next runs are
-// fetched, also while weights are computed, lest memory waits. Many queries are computed a head at a time, with keys and
-// values that the sums of many rows and tokens share.
+// Few rows of queries wait for memory, which is read fastest in its order. So they are computed for several heads together,
+// run by run: the keys of all heads, which lie side by side, and then the values. Runs are fetched ahead, also while weights
+// are computed, so that memory is never idle. Many rows are computed a head at a time, and share keys in registers.
 class PairAttention {
   public:
     // How many heads are computed together, at most.
@@ -56,14 +55,14 @@ class PairAttention {
     }
 
   private:
-    static constexpr int FEW = 8;  // rows of a head
-    static constexpr int AT_ONCE = 2;  // runs of keys that these read, so that the latency of sums is hidden
-    static constexpr int AHEAD = 2;  // runs, from the fetch to the use, for these
-    static constexpr int UNIT = std::gcd(GROUP_SIZE, STRIP);         // divides the rows of each strip
-    static constexpr int GROUP_PAIRS = LANES / 2;                    // of tokens
-    static constexpr int LINE = 2 * LANES;                           // elements of a register
+    static constexpr int FEW = 8;                                               // rows of a head
+    static constexpr int AT_ONCE = 2;                                           // runs whose scores hide the latency of sums
+    static constexpr int AHEAD = 2;                                             // runs, from the fetch to the use
+    static constexpr int UNIT = std::gcd(GROUP_SIZE, STRIP);                    // divides the rows of each strip
+    static constexpr int GROUP_PAIRS = LANES / 2;                               // of tokens
     static constexpr int KEY_STEP = 2 * BLOCK_SIZE, VALUE_STEP = 2 * HEAD_DIM;  // to the next two elements, or tokens
-    static constexpr int LINES = GROUP_PAIRS * PARTS;                // of a head in a run, at most
+    static constexpr int LINE = 2 * LANES;                                      // elements of a register
+    static constexpr int LINES = GROUP_PAIRS * PARTS;                           // of a head in a run, at most
     static constexpr uint32_t ONES = 0x3f803f80;
 
     // The keys or the values of a group, a part for each head.
@@ -100,8 +99,8 @@ class PairAttention {
         num_runs_ += 2 * count;
     }
 
-    // The run that is read so much later, or the last one of all.
-    const Run &run_behind(int i) const { return runs_[std::min(i, num_runs_ - 1)]; }
+    // A part of a run, or of the last one.
+    void fetch_part(int run, int head) const { runs_[std::min(run, num_runs_ - 1)].fetch_part(head); }
 
     static int groups_of(const Piece &piece) { return (piece.size + LANES - 1) / LANES; }
 
@@ -117,7 +116,7 @@ class PairAttention {
         for (; g + AT_ONCE <= groups; g += AT_ONCE) score_heads<AT_ONCE>(g);
         for (; g < groups; g++) score_heads<1>(g);
         for (int h = 0; h < heads_; h++) {
-            run_behind(groups + AHEAD).fetch_part(h);
+            fetch_part(groups + AHEAD, h);
             for (int r = 0; r < rows_.count; r++) {
                 const int row = h * rows_.count + r;
                 weigh(row, seen[r].bits(), groups, row, sums);
@@ -125,7 +124,7 @@ class PairAttention {
         }
         for (int g = 0; g < groups; g++)
             for (int h = 0; h < heads_; h++) {
-                run_behind(groups + g + AHEAD + 1).fetch_part(h);
+                fetch_part(groups + g + AHEAD + 1, h);
                 rows_.for_strips<UNIT>([&](auto rows, int r) {
                     const int row = h * rows_.count + r;
                     add_values<rows>(seen + r, row, &runs_[groups], h, g, g + 1, row, sums);
@@ -136,7 +135,7 @@ class PairAttention {
     template <int COUNT>
     void score_heads(int g) {
         for (int h = 0; h < heads_; h++) {
-            for (int j = 0; j < COUNT; j++) run_behind(g + j + AHEAD).fetch_part(h);
+            for (int j = 0; j < COUNT; j++) fetch_part(g + j + AHEAD, h);
             rows_.for_strips<UNIT>([&](auto rows, int r) { score<rows, COUNT>(h, r, g, h * rows_.count + r); });
         }
     }

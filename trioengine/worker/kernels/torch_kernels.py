@@ -126,7 +126,7 @@ class _DecodeGroup:
 
     start: int  # rows of the batch
     stop: int
-    rows: Tensor  # [2 * num_seqs * num_kv_heads * num_blocks]: of a layer as [2 * blocks * heads, block_size * head_dim]
+    rows: Tensor  # [2 * num_seqs * num_kv_heads * num_blocks]: of a layer as [2 * blocks * heads, …]
     lengths: Tensor  # [num_seqs]: tokens of each context
     longest: int  # tokens
 
@@ -157,14 +157,14 @@ class TorchAttention:
     def __init__(
         self, batch: ForwardBatch, cache: KVCache, num_heads: int, dtype: torch.dtype, is_windowed: bool = False
     ) -> None:
-        """Of the layers that have blocks of windows, or of the others."""
+        """`is_windowed`: of the layers that have blocks of windows."""
         self._cache = cache
         num_blocks = cache.num_window_blocks if is_windowed else cache.num_blocks
         layout = cache.layout
         self._kv_heads, self._block_size, self._head_dim = layout.num_kv_heads, layout.block_size, layout.head_dim
         self._group_size = num_heads // self._kv_heads
         self._dtype, self._device = dtype, cache.layers[0].device
-        self._halves = torch.arange(2, device=self._device) * num_blocks  # of keys and values, in blocks
+        self._halves = torch.arange(2, device=self._device) * num_blocks  # the first block of keys, and of values
         self._slots = self._slot_rows(batch)
         self._fresh = self._fresh_blocks(batch)
         self._groups = list(self._decode_groups(batch))
@@ -178,7 +178,7 @@ class TorchAttention:
         blocks = torch.div(batch.slot_mapping, self._block_size, rounding_mode="floor")
         offsets = batch.slot_mapping - blocks * self._block_size
         heads = torch.arange(self._kv_heads, device=self._device)
-        parts = (self._halves[:, None] + blocks[:, None, None]) * self._kv_heads + heads  # [num_tokens, 2, num_kv_heads]
+        parts = (self._halves[:, None] + blocks[:, None, None]) * self._kv_heads + heads
         return (parts * self._block_size + offsets[:, None, None]).view(-1)
 
     def _fresh_blocks(self, batch: ForwardBatch) -> Tensor | None:
