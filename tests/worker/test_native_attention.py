@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from copy import copy
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -108,7 +108,7 @@ def test_chunks_of_every_size_have_the_same_bits(numbers, shape, window):
         step = Step(shape, dtype, [(600, 600)])
         step.reorder(kernels.cache_order)
         spoil(step.cache)
-        ends, results = [*accumulate([600 - sum(chunks), *chunks])], []
+        ends, results = [*itertools.accumulate([600 - sum(chunks), *chunks])], []
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
             part = copy(step)
             part.tokens = step.tokens[start:end].clone()
@@ -282,12 +282,40 @@ def test_numbers_that_are_not_finite_make_the_scale_nan(at_most, part, number, s
         assert found[new:].isfinite().all()
 
 
+@pytest.fixture
+def _threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_threads")
 def test_one_thread_and_many_agree():
-    step = Step(SHAPES[0], torch.bfloat16, LENGTHS[-1])
-    kernels, threads = make(SHAPES[0], torch.bfloat16), torch.get_num_threads()
+    step, kernels = Step(SHAPES[0], torch.bfloat16, LENGTHS[-1]), make(SHAPES[0], torch.bfloat16)
     found = step.run(kernels)
-    try:
-        torch.set_num_threads(1)
-        assert torch.equal(step.run(kernels), found)
-    finally:
+    torch.set_num_threads(1)
+    assert torch.equal(step.run(kernels), found)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("shape", [SHAPES[0], (16, 8, 16, 32, None), (40, 5, 256, 16, None)], ids=str)
+def test_neighbours_and_threads_do_not_change_the_bits_of_a_long_context(numbers, shape, window):
+    """Among many sequences a thread reads it whole. Alone, threads share its segments, or these and its heads."""
+    dtype, at_most = numbers
+    crowd, kernels = Step(shape, dtype, [(1, 2200), (1, 1300), *[(1, 30)] * 20]), make(shape, dtype, at_most)
+    found = crowd.run(kernels, window)
+    assert_close(found, crowd.expected(window), dtype)
+    for index, threads in itertools.product(range(2), (1, 2, 3)):
         torch.set_num_threads(threads)
+        alone = copy(crowd)
+        alone.tokens = crowd.tokens[index : index + 1].clone()
+        alone.batch = replace(
+            crowd.batch,
+            slot_mapping=crowd.batch.slot_mapping[index : index + 1],
+            block_tables=crowd.batch.block_tables[index : index + 1],
+            query_lens=np.array([1]),
+            context_lens=crowd.batch.context_lens[index : index + 1],
+            num_decodes=1,
+        )
+        assert torch.equal(alone.run(kernels, window), found[index : index + 1])

@@ -37,7 +37,7 @@ struct Tiles {
     float scale;
     int64_t window;  // tokens that a query sees, itself among them
     Element *out;
-    bool has_units_for_all;
+    bool has_units_for_all = false;  // attend_tiles sets it
 
     static int64_t segments(const Tile &tile) { return (tile.context + SEGMENT_SIZE - 1) / SEGMENT_SIZE; }
 
@@ -87,12 +87,8 @@ struct Tiles {
     static int rows(const Tile &tile) { return int(tile.tokens) * GROUP_SIZE; }
 };
 
-// Whether each thread gets at least two of so many tiles, or segments.
-inline bool has_units_for_all(int64_t units) { return units >= 2 * omp_get_num_threads(); }
-
-// Called by all threads of a region, which share the tiles and heads. A thread takes some at a time, because it fetches
-// the next one.
-inline void attend_tiles(const Tiles &t) {
+// The threads share the tiles and heads. A thread takes some at a time, because it fetches the next one.
+inline void attend_whole_tiles(const Tiles &t) {
     const int64_t units = t.count * t.kv_heads, chunk = std::max<int64_t>(1, units / (32 * omp_get_num_threads()));
 #pragma omp for schedule(dynamic, chunk)
     for (int64_t i = 0; i < units; i++) {
@@ -108,9 +104,8 @@ inline void attend_tiles(const Tiles &t) {
     }
 }
 
-// As attend_tiles, but they share the segments too, of which a tile has at most `segments`;
-// `sums`: [count, segments, kv_heads]. A thread takes an eighth of its share of one tile's segments at a time: a tile with
-// fewer segments may have nothing in its place.
+// The threads share the segments as well. A thread takes an eighth of its share of one tile's segments at a time: a tile
+// with fewer segments may have nothing in its place.
 inline void attend_segments(const Tiles &t, int64_t segments, SegmentSums *sums) {
     const int64_t chunk = std::max<int64_t>(1, segments / (8 * omp_get_num_threads())) * t.kv_heads;
 #pragma omp for schedule(dynamic, chunk)
@@ -133,6 +128,17 @@ inline void attend_segments(const Tiles &t, int64_t segments, SegmentSums *sums)
             own->merge(own[segment * t.kv_heads], first, first + t.rows(tile));
         t.write(tile, head, *own, first);
     }
+}
+
+// Called by all threads of a region. `sums`: [count, segments, kv_heads], where threads are to share the segments of
+// contexts, of which a tile has at most `segments`; or null.
+inline void attend_tiles(Tiles t, SegmentSums *sums, int64_t segments) {
+    const int64_t units = sums == nullptr ? t.count : t.count * segments;
+    t.has_units_for_all = units >= 2 * omp_get_num_threads();
+    if (sums == nullptr)
+        attend_whole_tiles(t);
+    else
+        attend_segments(t, segments, sums);
 }
 
 }  // namespace

@@ -122,14 +122,9 @@ void attend(const Decoder &d, const Layer &layer, const Step &s, const LayerCach
         }
         store_token(keys, d.kv_heads, slots[t], cache);
     }
-    const bool shares_segments = scratch.sums != nullptr;
-    const int64_t units = s.num_tiles * (shares_segments ? scratch.segments : 1);
-    const Tiles tiles{s.tiles, s.num_tiles, d.kv_heads,   scratch.wide,   row,                     cache, tables,
-                      s.width, d.scale,     layer.window, scratch.narrow, has_units_for_all(units)};
-    if (!shares_segments)
-        attend_tiles(tiles);
-    else
-        attend_segments(tiles, scratch.segments, scratch.sums);
+    attend_tiles({s.tiles, s.num_tiles, d.kv_heads, scratch.wide, row, cache, tables, s.width, d.scale, layer.window,
+                  scratch.narrow},
+                 scratch.sums, scratch.segments);
 }
 
 // `cache` and `states` go on to those of the next layer.

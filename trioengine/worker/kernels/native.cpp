@@ -21,12 +21,13 @@ void store(const Element *heads, int64_t tokens, int64_t kv_heads, const int64_t
     }
 }
 
-// tables [sequences, width]; out [tokens, group_size * kv_heads, head_dim].
+// tables [sequences, width]; sums and segments as Scratch's; out [tokens, group_size * kv_heads, head_dim].
 void attend(const Element *heads, int64_t kv_heads, const LayerCache *cache, const int64_t *tables, int64_t width,
-            const Tile *tiles, int64_t num_tiles, float scale, int64_t window, Element *out) {
+            const Tile *tiles, int64_t num_tiles, float scale, int64_t window, SegmentSums *sums, int64_t segments,
+            Element *out) {
 #pragma omp parallel
-    attend_tiles({tiles, num_tiles, kv_heads, heads, {kv_heads, false}, *cache, tables, width, scale, window, out,
-                  has_units_for_all(num_tiles)});
+    attend_tiles({tiles, num_tiles, kv_heads, heads, {kv_heads, false}, *cache, tables, width, scale, window, out},
+                 sums, segments);
 }
 
 CacheOrder cache_order() { return CACHE_IN_PAIRS ? CacheOrder::PAIRS : CacheOrder::TRANSPOSED_KEYS; }

@@ -12,7 +12,11 @@ from trioengine.core.errors import InvariantError
 from trioengine.worker.kernels.addresses import address, window_size
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.kv_cache import KVCache, KVOrder
+from trioengine.worker.kernels.products import Products
 from trioengine.worker.native_library import SEGMENT_SIZE
+
+_MOST_SUMS = 64 << 20  # bytes of the segments' sums
+_UNITS_A_THREAD = 8  # tiles and heads; with fewer, threads share the segments of contexts, lest one waits for another
 
 
 class Library(Protocol):
@@ -22,6 +26,7 @@ class Library(Protocol):
     dtype: torch.dtype
     group_size: int  # query heads that share keys and values
     tile_size: int  # tokens of queries at a time
+    products: Products  # whose scratch is used
 
 
 class LayerCacheAddress(ctypes.Structure):
@@ -53,6 +58,14 @@ class NativeAttention:
         self.tiles = _tiles(batch, library.tile_size)
         self.num_segments = -(-int(batch.context_lens.max()) // SEGMENT_SIZE)  # of a sequence, at most
 
+    def reserve_sums(self) -> int | None:
+        """The address of room for the sums of all segments of a tile, or None: a thread reads its whole context."""
+        units = len(self.tiles) * self._num_kv_heads
+        size = units * self.num_segments * self._library.native.sums_size()
+        if self.num_segments == 1 or units >= _UNITS_A_THREAD * torch.get_num_threads() or size > _MOST_SUMS:
+            return None
+        return self._library.products.scratch.reserve("segment_sums", size, torch.uint8)
+
     def forward(self, layer: int, heads: Tensor, scale: float, window: int | None = None) -> Tensor:
         library, kv_heads = self._library, self._num_kv_heads
         tokens, _, head_dim = heads.shape
@@ -71,6 +84,8 @@ class NativeAttention:
             len(self.tiles),
             scale,
             window_size(window),
+            self.reserve_sums(),
+            self.num_segments,
             result.data_ptr(),
         )
         return result

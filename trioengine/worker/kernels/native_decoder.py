@@ -36,8 +36,6 @@ from trioengine.worker.kernels.native_experts import ExpertsAddress, NativeExper
 from trioengine.worker.kernels.products import InputsAddress, NativeLinear, Profile, WeightAddress
 from trioengine.worker.kernels.state_cache import StateCache
 
-_MOST_SUMS = 64 << 20  # bytes of the segments' sums
-_UNITS_A_THREAD = 8  # tiles and heads; with fewer, threads share the segments of contexts, lest one waits for another
 _WEIGHTS = ("qkv", "output", "gate_up", "down")
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _OF_ALL = ("norms", "qkv", "attention", "convolution", "delta", "output", "gate_up", "activation", "down")
@@ -261,9 +259,6 @@ class NativeDecoder:
     def _reserve(self, tokens: int, attention: NativeAttention, times: int | None) -> _Scratch:
         """Room for a step with so many tokens, and the address of its times."""
         scratch, dtype = self._products.scratch, self._products.dtype
-        units, segments = len(attention.tiles) * self._decoder.kv_heads, attention.num_segments
-        size = units * segments * self._products.native.sums_size()
-        is_shared = segments > 1 and units < _UNITS_A_THREAD * torch.get_num_threads() and size <= _MOST_SUMS
         places = max((each.num_places(tokens) for each in self._experts), default=0)
         wide = max(tokens * self._of_all.outputs, places * self._of_experts.outputs)
         narrow = max(tokens * self._of_all.inputs, places * self._of_experts.inputs)
@@ -274,7 +269,7 @@ class NativeDecoder:
             scratch.reserve("wide", wide, dtype),
             scratch.reserve("narrow", narrow, dtype),
             reserve_routes(scratch, self._experts, tokens) if self._experts else RoutesAddress(),
-            scratch.reserve("segment_sums", size, torch.uint8) if is_shared else None,
-            segments,
+            attention.reserve_sums(),
+            attention.num_segments,
             times,
         )

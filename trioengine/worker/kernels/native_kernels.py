@@ -62,7 +62,10 @@ _FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "best": (_ADDRESS, _COUNT, _COUNT, _ADDRESS, _ADDRESS),
     "gated": (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS),
     "store": (_ADDRESS, _COUNT, _COUNT, _ADDRESS, _ADDRESS),
-    "attend": (_ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _COUNT, _FLOAT, _COUNT, _ADDRESS),
+    "attend": (
+        *(_ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _COUNT),
+        *(_FLOAT, _COUNT, _ADDRESS, _COUNT, _ADDRESS),
+    ),
     **products.FUNCTIONS,
     **native_decoder.FUNCTIONS,
     **native_experts.FUNCTIONS,
