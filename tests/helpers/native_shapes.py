@@ -14,7 +14,9 @@ SHAPES = [  # heads, heads of keys and values, head_dim, block_size, instruction
     (2, 1, 256, 16, None),
     (7, 1, 24, 16, None),
     (3, 1, 9, 16, None),
-    (40, 5, 256, 16, None),  # more heads of keys and values than are read together
+    (40, 5, 256, 16, None),  # more heads of keys and values than are computed together
+    (14, 7, 24, 48, None),
+    (32, 2, 64, 16, None),
     *((9, 3, 64, 16, at_most) for at_most in LESS),
     *((6, 2, 40, 7, at_most) for at_most in LESS),
 ]

@@ -4,9 +4,10 @@ Usage, with the root in PYTHONPATH: python tests/worker/attention_rates.py [THRE
 
 For steps of one new token, of a chunk of a prompt, and of many sequences, behind contexts of several lengths, in every
 dtype of the KV cache; the shape is the default model's. There are as many layers, so that steps of one token read
-memory.
+memory. Between the rounds memory is read in its order, because its rate changes from second to second on some hosts.
 """
 
+import ctypes
 import statistics
 import sys
 import time
@@ -17,10 +18,11 @@ import torch
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.kv_cache import KVCache, KVLayout
 from trioengine.worker.kernels.native_kernels import NativeKernels
-from trioengine.worker.roof import measure_roof
+from trioengine.worker.roof import load_roof
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 9, 3, 64, 16
 LAYERS = 30
+MEMORY = 128 << 20  # bytes
 DTYPES = ((torch.float32, None), (torch.float32, torch.int8), (torch.bfloat16, None), (torch.bfloat16, torch.int8))
 STEPS = (  # sequences, new tokens and context of each
     *((1, 1, context) for context in (512, 2048, 8000)),
@@ -43,8 +45,12 @@ def make_step(sequences: int, new: int, context: int) -> ForwardBatch:
 
 def main() -> None:
     torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
-    peak = measure_roof(0.5)
-    print(f"{torch.get_num_threads()} threads; memory: {peak}")
+    print(f"{torch.get_num_threads()} threads")
+    memory, native = torch.ones(MEMORY // 4, dtype=torch.int32), load_roof()
+
+    def read() -> None:
+        native.read(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(len(memory)))
+
     for dtype, cache_dtype in DTYPES:
         kernels = NativeKernels(HEADS, KV_HEADS, HEAD_DIM, dtype, BLOCK, cache_dtype=cache_dtype)
         layout = KVLayout(kernels.cache_dtype, BLOCK, KV_HEADS, HEAD_DIM, kernels.cache_order)
@@ -54,17 +60,20 @@ def main() -> None:
                 tensor.fill_(1)
             heads = torch.randn(sequences * new, HEADS + 2 * KV_HEADS, HEAD_DIM).to(dtype)
             attention = kernels.attention(make_step(sequences, new, context), cache)
-            times = []
+            times, reads = [], []
             for _ in range(2 + 600 // (sequences * new + 20)):
-                began = time.process_time()
+                began = time.perf_counter()
                 for layer in range(LAYERS):
                     attention.forward(layer, heads, HEAD_DIM**-0.5)
-                times.append((time.process_time() - began) / LAYERS)
+                ended = time.perf_counter()
+                read()
+                times.append((ended - began) / LAYERS)
+                reads.append(time.perf_counter() - ended)
             seconds = statistics.median(times[1:])
             rate = sequences * context * layout.token_bytes / seconds / 1e9
             print(
                 f"{dtype}, cache {layout.dtype}: {sequences} x {new} of {context}: {1e6 * seconds:.0f} us, "
-                f"{rate:.1f} GB/s",
+                f"{rate:.1f} GB/s; memory {MEMORY / statistics.median(reads) / 1e9:.1f} GB/s",
                 flush=True,
             )
 

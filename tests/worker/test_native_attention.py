@@ -26,6 +26,15 @@ def _compiler():
     needs_compiler()
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Which computes as many heads together as it can; several threads divide them, where there is little work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(params=TOLERANCES, ids=str)
 def dtype(request):
     return request.param
@@ -282,22 +291,13 @@ def test_numbers_that_are_not_finite_make_the_scale_nan(at_most, part, number, s
         assert found[new:].isfinite().all()
 
 
-@pytest.fixture
-def _threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("_threads")
 def test_one_thread_and_many_agree():
     step, kernels = Step(SHAPES[0], torch.bfloat16, LENGTHS[-1]), make(SHAPES[0], torch.bfloat16)
     found = step.run(kernels)
-    torch.set_num_threads(1)
+    torch.set_num_threads(3)
     assert torch.equal(step.run(kernels), found)
 
 
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize("shape", [SHAPES[0], (16, 8, 16, 32, None), (40, 5, 256, 16, None)], ids=str)
 def test_neighbours_and_threads_do_not_change_the_bits_of_a_long_context(numbers, shape, window):

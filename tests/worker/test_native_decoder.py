@@ -28,6 +28,13 @@ def compiler():
     needs_compiler()
 
 
+@pytest.fixture(autouse=True)
+def _threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def load_both(monkeypatch):
     """Load a model twice: decoded in one call, and layer by layer."""
@@ -60,16 +67,10 @@ def test_as_layer_by_layer(tiny_llama, tmp_path, load_both, variant, dtype, quan
     prompts = [[rng.randrange(3, 200) for _ in range(size)] for size in (90, 17, 1, 2, 40, 33, 16, 40, 17)]
     lengths = [9, 10, 8, 9, 5, 7, 6, 4, 2]
     expected, _ = answers(layer_by_layer, prompts, lengths)
-    threads = torch.get_num_threads()
-    try:
-        for count, chunk in ((1, 512), (2, 13), (3, 1)):  # chunks without the end of a prompt have no output rows
-            torch.set_num_threads(count)
-            found, _ = answers(
-                at_once, prompts, lengths, chunked_prefill_size=chunk, max_num_batched_tokens=chunk + 128
-            )
-            assert same(found, expected)
-    finally:
-        torch.set_num_threads(threads)
+    for count, chunk in ((1, 512), (2, 13), (3, 1)):  # chunks without the end of a prompt have no output rows
+        torch.set_num_threads(count)
+        found, _ = answers(at_once, prompts, lengths, chunked_prefill_size=chunk, max_num_batched_tokens=chunk + 128)
+        assert same(found, expected)
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")])
@@ -79,7 +80,8 @@ def test_states_and_gates_as_layer_by_layer(tmp_path, load_both, variant, dtype,
     at_once, layer_by_layer = load_both(path, dtype, quantization)
     prompts = [[(7 * i * i + size) % 200 for i in range(size)] for size in (40, 2, 17)]
     expected, _ = answers(layer_by_layer, prompts, [5, 6, 7])
-    for chunk in (512, 13):
+    for chunk, count in ((512, 1), (13, 2)):  # one thread computes all heads together
+        torch.set_num_threads(count)
         limits = {"chunked_prefill_size": chunk, "max_num_batched_tokens": chunk + 128}
         assert same(answers(at_once, prompts, [5, 6, 7], **limits)[0], expected)
 
@@ -94,7 +96,7 @@ def test_states_and_gates_as_layer_by_layer(tmp_path, load_both, variant, dtype,
     ],
 )
 def test_threads_share_long_contexts(tiny_llama, tmp_path, load_both, dtype, quantization, kv_cache_dtype):
-    """The bits are those of one thread that reads the segments in turn."""
+    """The bits are those of one operation a call, on any number of threads, alone and beside others."""
     shape = {"hidden_size": 96, "intermediate_size": 224, "max_position_embeddings": 2048, "num_hidden_layers": 2}
     path = tiny_llama.write(tmp_path / "plain", "plain", **shape)
     at_once, layer_by_layer = load_both(path, dtype, quantization, kv_cache_dtype=kv_cache_dtype)
@@ -103,19 +105,15 @@ def test_threads_share_long_contexts(tiny_llama, tmp_path, load_both, dtype, qua
     prompts = [[rng.randrange(3, 200) for _ in range(size)] for size in sizes]
     lengths = [6, 8, 2, 4, 9]
     expected, _ = answers(layer_by_layer, prompts, lengths)
-    threads = torch.get_num_threads()
-    try:
-        for count, chunk in ((1, 512), (2, 301), (3, 64)):
-            torch.set_num_threads(count)
-            limits = {"chunked_prefill_size": chunk, "max_num_batched_tokens": chunk + 128}
-            for number, prompt in enumerate(prompts):
-                alone = [prompt if each == number else None for each in range(len(prompts))]
-                assert same(answers(at_once, alone, lengths, **limits)[0][number : number + 1], expected[number:][:1])
-            assert same(answers(at_once, prompts, lengths, **limits)[0], expected)
-            assert "segment_sums" in at_once.model._decoder._products.scratch._tensors
-            at_once.model._decoder._products.scratch.release()
-    finally:
-        torch.set_num_threads(threads)
+    for count, chunk in ((1, 512), (2, 301), (3, 64)):
+        torch.set_num_threads(count)
+        limits = {"chunked_prefill_size": chunk, "max_num_batched_tokens": chunk + 128}
+        for number, prompt in enumerate(prompts):
+            alone = [prompt if each == number else None for each in range(len(prompts))]
+            assert same(answers(at_once, alone, lengths, **limits)[0][number : number + 1], expected[number:][:1])
+        assert same(answers(at_once, prompts, lengths, **limits)[0], expected)
+        assert "segment_sums" in at_once.model._decoder._products.scratch._tensors
+        at_once.model._decoder._products.scratch.release()
 
 
 def test_a_long_prompt_behind_a_long_context(tiny_llama, tmp_path, load_both):

@@ -37,17 +37,12 @@ struct Tiles {
     float scale;
     int64_t window;  // tokens that a query sees, itself among them
     Element *out;
-    bool has_units_for_all = false;  // attend_tiles sets it
 
     static int64_t segments(const Tile &tile) { return (tile.context + SEGMENT_SIZE - 1) / SEGMENT_SIZE; }
+    // The first one of which a query sees tokens.
+    int64_t first_segment(const Tile &tile) const { return TileRows(tile, window).begin_of(0) / SEGMENT_SIZE; }
 
-    // How many heads of keys and values are attended to together: several, as they lie side by side, unless threads would
-    // have nothing to do then.
-    int64_t together(const Tile &tile) const {
-        return has_units_for_all ? std::min<int64_t>(TileAttention::heads_together(tile), kv_heads) : 1;
-    }
-
-    // `next`: the piece that this thread reads after them.
+    // Of some heads of keys and values. `next`: the piece that this thread reads after them.
     void attend(const Tile &tile, int64_t head, int64_t heads, int64_t first, int64_t last, const Next &next,
                 SegmentSums *sums) const {
         TileAttention attention(tile, int(heads), queries(tile, head), row.size(), row.step(), scale, window);
@@ -60,13 +55,11 @@ struct Tiles {
         }
     }
 
-    Piece first_piece(const Tile &tile) const { return TileRows(tile, window).first_of_all(); }
-
     HeadCache head_cache(const Tile &tile, int64_t head) const {
         return {cache, kv_heads, head, tables + tile.sequence * width};
     }
 
-    // Of one head of keys and values, whose sums begin with row `first`.
+    // Writes the results of a head of keys and values, whose sums begin at row `first`.
     void write(const Tile &tile, int64_t head, const SegmentSums &sums, int first) const {
         const int64_t stride = GROUP_SIZE * kv_heads * HEAD_DIM;
         Element *to = out + tile.row * stride + head * GROUP_SIZE * HEAD_DIM;
@@ -79,7 +72,7 @@ struct Tiles {
         }
     }
 
-    // Of one head of keys and values.
+    // Of a head of keys and values.
     const Element *queries(const Tile &tile, int64_t head) const {
         return heads + tile.row * row.size() + head * GROUP_SIZE * row.step();
     }
@@ -87,58 +80,98 @@ struct Tiles {
     static int rows(const Tile &tile) { return int(tile.tokens) * GROUP_SIZE; }
 };
 
-// The threads share the tiles and heads. A thread takes some at a time, because it fetches the next one.
-inline void attend_whole_tiles(const Tiles &t) {
-    const int64_t units = t.count * t.kv_heads, chunk = std::max<int64_t>(1, units / (32 * omp_get_num_threads()));
-#pragma omp for schedule(dynamic, chunk)
-    for (int64_t i = 0; i < units; i++) {
-        const Tile &tile = t.tiles[i / t.kv_heads];
-        const int64_t head = i % t.kv_heads, heads = std::min(t.together(tile), t.kv_heads - head);
-        if (head % t.together(tile) != 0) continue;
-        const int64_t j = std::min(i + heads, units - 1);  // the next one, if it is not another thread's
-        const Tile &next = t.tiles[j / t.kv_heads];
-        const HeadCache next_cache = t.head_cache(next, j % t.kv_heads);
-        SegmentSums sums;
-        t.attend(tile, head, heads, 0, t.segments(tile), {&next_cache, t.first_piece(next)}, &sums);
-        for (int h = 0; h < heads; h++) t.write(tile, head + h, sums, h * t.rows(tile));
-    }
+inline int64_t divided_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
+
+// How many heads of keys and values of a tile are computed together, at most: parts of the same size of all heads.
+inline int64_t heads_together(const Tile &tile, int64_t kv_heads) {
+    return divided_up(kv_heads, divided_up(kv_heads, TileAttention::most_heads(tile)));
 }
 
-// The threads share the segments as well. A thread takes an eighth of its share of one tile's segments at a time: a tile
-// with fewer segments may have nothing in its place.
-inline void attend_segments(const Tiles &t, int64_t segments, SegmentSums *sums) {
-    const int64_t chunk = std::max<int64_t>(1, segments / (8 * omp_get_num_threads())) * t.kv_heads;
-#pragma omp for schedule(dynamic, chunk)
-    for (int64_t i = 0; i < t.count * segments * t.kv_heads; i++) {
-        const int64_t segment = i / t.kv_heads % segments;
-        const Tile &tile = t.tiles[i / t.kv_heads / segments];
-        const int64_t head = i % t.kv_heads, heads = std::min(t.together(tile), t.kv_heads - head);
-        if (segment >= t.segments(tile) || head % t.together(tile) != 0) continue;
-        const HeadCache cached = t.head_cache(tile, head);
-        const Next behind{&cached, TileRows(tile, t.window).first_of(segment + 1)};
-        t.attend(tile, head, heads, segment, segment + 1, behind, sums + i);
+// Whether threads share the segments of a context, lest one waits for another: they do, unless each has at least eight
+// times the work of the longest one.
+inline bool shares_segments(const Tile *tiles, int64_t count, int64_t kv_heads, int64_t threads) {
+    int64_t longest = 0, total = 0;
+    for (const Tile *tile = tiles; tile < tiles + count; tile++) {
+        longest = std::max(longest, tile->context);
+        total += tile->context * divided_up(kv_heads, heads_together(*tile, kv_heads));
     }
+    return longest > SEGMENT_SIZE && longest * 8 * threads > total;
+}
+
+// What threads share: a unit is some heads of a tile, over one segment or over all. Its number has a place for each tile,
+// segment and head; those without a unit have no heads.
+class Units {
+  public:
+    struct Unit {
+        const Tile *tile;
+        int64_t head, heads, first, last;  // segments
+    };
+
+    Units(const Tiles &tiles, bool by_segments) : tiles_(tiles), by_segments_(by_segments) {
+        int64_t count = 0;
+        for (const Tile *tile = tiles.tiles; tile < tiles.tiles + tiles.count; tile++) {
+            const int64_t spans = by_segments ? tiles.segments(*tile) - tiles.first_segment(*tile) : 1;
+            spans_ = std::max(spans_, spans);
+            count += spans * divided_up(tiles.kv_heads, heads_together(*tile, tiles.kv_heads));
+        }
+        const int64_t threads = omp_get_num_threads();
+        has_heads_together_ = 4 * divided_up(count, threads) * threads <= 5 * count;
+    }
+
+    int64_t count() const { return tiles_.count * spans_ * tiles_.kv_heads; }
+
+    // Of which a thread takes so many at a time, because it fetches the next one.
+    int64_t chunk() const { return std::max<int64_t>(1, count() / ((by_segments_ ? 8 : 32) * omp_get_num_threads())); }
+
+    Unit operator[](int64_t i) const {
+        const int64_t head = i % tiles_.kv_heads, span = i / tiles_.kv_heads % spans_;
+        const Tile &tile = tiles_.tiles[i / tiles_.kv_heads / spans_];
+        const int64_t first = tiles_.first_segment(tile) + span, end = tiles_.segments(tile);
+        const bool is_there = first < end && head % heads(tile) == 0;
+        return {&tile, head, is_there ? std::min(heads(tile), tiles_.kv_heads - head) : 0, first,
+                by_segments_ ? first + 1 : end};
+    }
+
+    // Of a unit: one, where threads would have nothing to do otherwise.
+    int64_t heads(const Tile &tile) const {
+        return has_heads_together_ ? heads_together(tile, tiles_.kv_heads) : 1;
+    }
+
+    // The place of the first segment of all.
+    int64_t first(int64_t tile, int64_t head) const { return tile * spans_ * tiles_.kv_heads + head; }
+
+  private:
+    const Tiles &tiles_;
+    const bool by_segments_;
+    int64_t spans_ = 1;  // units of some heads of a tile, at most
+    bool has_heads_together_;
+};
+
+// Called by all threads of a region. `sums`: [count, segments of a context, kv_heads], if they share segments; or null.
+inline void attend_tiles(const Tiles &t, SegmentSums *sums) {
+    const Units units(t, sums != nullptr);
+#pragma omp for schedule(dynamic, units.chunk())
+    for (int64_t i = 0; i < units.count(); i++) {
+        const auto [tile, head, heads, first, last] = units[i];
+        if (heads == 0) continue;
+        const auto next = units[std::min(i + heads, units.count() - 1)];  // if it is not another thread's
+        const HeadCache next_cache = t.head_cache(*next.tile, next.head);
+        const Next behind{&next_cache, TileRows(*next.tile, t.window).first_of(next.first)};
+        SegmentSums own;
+        t.attend(*tile, head, heads, first, last, behind, sums == nullptr ? &own : sums + i);
+        for (int h = 0; h < heads && sums == nullptr; h++) t.write(*tile, head + h, own, h * t.rows(*tile));
+    }
+    if (sums == nullptr) return;
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < t.count * t.kv_heads; i++) {
         const Tile &tile = t.tiles[i / t.kv_heads];
-        const int64_t head = i % t.kv_heads, other_heads = head % t.together(tile);  // before it, in the same sums
-        SegmentSums *own = sums + i / t.kv_heads * segments * t.kv_heads + head - other_heads;
-        const int first = int(other_heads) * t.rows(tile);
-        for (int64_t segment = 1; segment < t.segments(tile); segment++)
-            own->merge(own[segment * t.kv_heads], first, first + t.rows(tile));
-        t.write(tile, head, *own, first);
+        const int64_t head = i % t.kv_heads, heads_before = head % units.heads(tile);  // in the same sums
+        SegmentSums *own = sums + units.first(i / t.kv_heads, head - heads_before);
+        const int row = int(heads_before) * t.rows(tile);
+        for (int64_t segment = 1; segment < t.segments(tile) - t.first_segment(tile); segment++)
+            own->merge(own[segment * t.kv_heads], row, row + t.rows(tile));
+        t.write(tile, head, *own, row);
     }
-}
-
-// Called by all threads of a region. `sums`: [count, segments, kv_heads], where threads are to share the segments of
-// contexts, of which a tile has at most `segments`; or null.
-inline void attend_tiles(Tiles t, SegmentSums *sums, int64_t segments) {
-    const int64_t units = sums == nullptr ? t.count : t.count * segments;
-    t.has_units_for_all = units >= 2 * omp_get_num_threads();
-    if (sums == nullptr)
-        attend_whole_tiles(t);
-    else
-        attend_segments(t, segments, sums);
 }
 
 }  // namespace

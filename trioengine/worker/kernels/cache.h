@@ -28,9 +28,9 @@ constexpr int WORD = CACHE_IN_PAIRS ? 2 : 1;  // elements that lie side by side:
 inline int part_size(int part) { return part == PARTS - 1 ? REST : LANES; }
 
 struct LayerCache {
-    CacheElement *keys, *values;        // [blocks, kv_heads, BLOCK_SIZE * HEAD_DIM]
-    float *key_scales, *value_scales;   // [blocks, kv_heads, BLOCK_SIZE], of a token's integers; null: not quantized
-    int64_t is_windowed;                // whether tables of windows name the blocks
+    CacheElement *keys, *values;       // [blocks, kv_heads, BLOCK_SIZE * HEAD_DIM]
+    float *key_scales, *value_scales;  // [blocks, kv_heads, BLOCK_SIZE], of a token's integers; null: not quantized
+    int64_t is_windowed;               // whether tables of windows name the blocks
 };
 
 // The place of a token's first element in a block.
@@ -40,7 +40,7 @@ inline int64_t value_place(int64_t token) { return token / WORD * WORD * HEAD_DI
 // A sequence's keys and values of one head.
 class HeadCache {
   public:
-    static constexpr int64_t SIZE = BLOCK_SIZE * HEAD_DIM;  // elements of a block, behind which the next head has its own
+    static constexpr int64_t SIZE = BLOCK_SIZE * HEAD_DIM;  // elements in a block; those of the next head follow
 
     // `table`: the sequence's blocks.
     HeadCache(const LayerCache &cache, int64_t kv_heads, int64_t head, const int64_t *table)

@@ -54,8 +54,7 @@ struct Scratch {
     Element *wide;             // queries, keys and values; inputs beside states; gates and what they multiply
     Element *narrow;           // the results that are prepared for the next product
     Routes routes;             // of a decoder with experts
-    SegmentSums *sums;         // [num_tiles, kv_heads, segments]; null: each tile's context is read by one thread
-    int64_t segments;          // of a tile, at most
+    SegmentSums *sums;         // [num_tiles, segments, kv_heads]; null: each tile's context is read by one thread
     int64_t *times;            // the nanoseconds of each operation in all layers, added up; null: not measured
 };
 
@@ -124,7 +123,7 @@ void attend(const Decoder &d, const Layer &layer, const Step &s, const LayerCach
     }
     attend_tiles({s.tiles, s.num_tiles, d.kv_heads, scratch.wide, row, cache, tables, s.width, d.scale, layer.window,
                   scratch.narrow},
-                 scratch.sums, scratch.segments);
+                 scratch.sums);
 }
 
 // `cache` and `states` go on to those of the next layer.

@@ -69,8 +69,9 @@ class TokensInPlace {
 // threads can share a long context and the bits do not depend on it.
 class FloatAttention {
   public:
-    static int heads_together(const Tile &) { return 1; }
+    static int most_heads(const Tile &) { return 1; }
 
+    // Of one head of keys and values.
     FloatAttention(const Tile &tile, int, const Element *queries, int64_t stride, int64_t step, float scale,
                    int64_t window)
         : rows_(tile, window) {

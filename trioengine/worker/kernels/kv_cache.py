@@ -37,7 +37,7 @@ class KVOrder(enum.IntEnum):
 class KVLayout:
     """The layout of a layer: a tensor of [2, num_blocks, num_kv_heads, block_size * head_dim], keys first.
 
-    Keys lie beside keys, of all heads, because a CPU reads long runs of memory faster; so do values.
+    The keys of all heads of a block lie side by side, as do the values: a CPU reads long runs of memory faster.
     """
 
     dtype: torch.dtype  # the model's, or int8: `quantized`

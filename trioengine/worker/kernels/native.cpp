@@ -21,13 +21,16 @@ void store(const Element *heads, int64_t tokens, int64_t kv_heads, const int64_t
     }
 }
 
-// tables [sequences, width]; sums and segments as Scratch's; out [tokens, group_size * kv_heads, head_dim].
+// tables [sequences, width]; sums as Scratch's; out [tokens, group_size * kv_heads, head_dim].
 void attend(const Element *heads, int64_t kv_heads, const LayerCache *cache, const int64_t *tables, int64_t width,
-            const Tile *tiles, int64_t num_tiles, float scale, int64_t window, SegmentSums *sums, int64_t segments,
-            Element *out) {
+            const Tile *tiles, int64_t num_tiles, float scale, int64_t window, SegmentSums *sums, Element *out) {
 #pragma omp parallel
-    attend_tiles({tiles, num_tiles, kv_heads, heads, {kv_heads, false}, *cache, tables, width, scale, window, out},
-                 sums, segments);
+    attend_tiles({tiles, num_tiles, kv_heads, heads, {kv_heads, false}, *cache, tables, width, scale, window, out}, sums);
+}
+
+// Whether threads are to share the segments of contexts. Their sums need room for all segments.
+int64_t shares_segments(const Tile *tiles, int64_t num_tiles, int64_t kv_heads) {
+    return shares_segments(tiles, num_tiles, kv_heads, omp_get_max_threads());
 }
 
 CacheOrder cache_order() { return CACHE_IN_PAIRS ? CacheOrder::PAIRS : CacheOrder::TRANSPOSED_KEYS; }

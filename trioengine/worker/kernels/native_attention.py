@@ -16,7 +16,6 @@ from trioengine.worker.kernels.products import Products
 from trioengine.worker.native_library import SEGMENT_SIZE
 
 _MOST_SUMS = 64 << 20  # bytes of the segments' sums
-_UNITS_A_THREAD = 8  # tiles and heads; with fewer, threads share the segments of contexts, lest one waits for another
 
 
 class Library(Protocol):
@@ -56,13 +55,13 @@ class NativeAttention:
         in_windows = batch.in_windows() if any(cache.windowed) else batch
         self.window_slots, self.window_tables = in_windows.slot_mapping, torch.from_numpy(in_windows.block_tables)
         self.tiles = _tiles(batch, library.tile_size)
-        self.num_segments = -(-int(batch.context_lens.max()) // SEGMENT_SIZE)  # of a sequence, at most
+        self._num_segments = -(-int(batch.context_lens.max()) // SEGMENT_SIZE)  # of a sequence, at most
 
     def reserve_sums(self) -> int | None:
-        """The address of room for the sums of all segments of a tile, or None: a thread reads its whole context."""
-        units = len(self.tiles) * self._num_kv_heads
-        size = units * self.num_segments * self._library.native.sums_size()
-        if self.num_segments == 1 or units >= _UNITS_A_THREAD * torch.get_num_threads() or size > _MOST_SUMS:
+        """The address of room for the sums of all segments, if threads share these; or None."""
+        native, kv_heads = self._library.native, self._num_kv_heads
+        size = len(self.tiles) * self._num_segments * kv_heads * native.sums_size()
+        if size > _MOST_SUMS or not native.shares_segments(self.tiles.data_ptr(), len(self.tiles), kv_heads):
             return None
         return self._library.products.scratch.reserve("segment_sums", size, torch.uint8)
 
@@ -85,7 +84,6 @@ class NativeAttention:
             scale,
             window_size(window),
             self.reserve_sums(),
-            self.num_segments,
             result.data_ptr(),
         )
         return result

@@ -104,7 +104,6 @@ class _Scratch(ctypes.Structure):
         ("narrow", _ADDRESS),
         ("routes", RoutesAddress),
         ("sums", _ADDRESS),
-        ("segments", _COUNT),
         ("times", _ADDRESS),
     )
 
@@ -270,6 +269,5 @@ class NativeDecoder:
             scratch.reserve("narrow", narrow, dtype),
             reserve_routes(scratch, self._experts, tokens) if self._experts else RoutesAddress(),
             attention.reserve_sums(),
-            attention.num_segments,
             times,
         )

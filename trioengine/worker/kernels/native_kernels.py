@@ -64,8 +64,9 @@ _FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "store": (_ADDRESS, _COUNT, _COUNT, _ADDRESS, _ADDRESS),
     "attend": (
         *(_ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _COUNT),
-        *(_FLOAT, _COUNT, _ADDRESS, _COUNT, _ADDRESS),
+        *(_FLOAT, _COUNT, _ADDRESS, _ADDRESS),
     ),
+    "shares_segments": (_ADDRESS, _COUNT, _COUNT),
     **products.FUNCTIONS,
     **native_decoder.FUNCTIONS,
     **native_experts.FUNCTIONS,
@@ -106,6 +107,7 @@ class NativeKernels:
             function.argtypes, function.restype = types, None
         for number in (self.native.sums_size, self.native.cache_order):
             number.argtypes, number.restype = (), _COUNT
+        self.native.shares_segments.restype = _COUNT
         self.cache_order = KVOrder(self.native.cache_order())
         self.products = Products(self.native, dtype)
         self._caches: WeakKeyDictionary[KVCache, ctypes.Array[LayerCacheAddress]] = WeakKeyDictionary()

@@ -21,13 +21,14 @@ inline Words load_words(const void *from, int count = LANES) {
 
 // The same as FloatAttention, but weights are rounded to bfloat16, also for their total.
 //
-// Few rows of queries wait for memory, which is read fastest in its order. So they are computed for several heads together,
-// run by run: the keys of all heads, which lie side by side, and then the values. Runs are fetched ahead, also while weights
-// are computed, so that memory is never idle. Many rows are computed a head at a time, and share keys in registers.
+// With few rows of queries, memory is the limit, and it is read fastest in its order. So several heads of keys and values
+// are computed together: first the keys of all of them, which lie side by side, then their values. Those that come next are
+// fetched meanwhile, also while weights are computed. Many rows are computed one head at a time, and share its keys and
+// values in registers.
 class PairAttention {
   public:
-    // How many heads are computed together, at most.
-    static int heads_together(const Tile &tile) {
+    // How many heads of keys and values can be computed together.
+    static int most_heads(const Tile &tile) {
         return tile.tokens * GROUP_SIZE <= FEW ? std::max(1, TILE_SIZE / int(tile.tokens)) : 1;
     }
 
@@ -55,8 +56,8 @@ class PairAttention {
     }
 
   private:
-    static constexpr int FEW = 8;                                               // rows of a head
-    static constexpr int AT_ONCE = 2;                                           // runs whose scores hide the latency of sums
+    static constexpr int FEW = std::max(8, GROUP_SIZE);                         // rows of a head, at most
+    static constexpr int AT_ONCE = 2;                                           // groups, to hide the latency of sums
     static constexpr int AHEAD = 2;                                             // runs, from the fetch to the use
     static constexpr int UNIT = std::gcd(GROUP_SIZE, STRIP);                    // divides the rows of each strip
     static constexpr int GROUP_PAIRS = LANES / 2;                               // of tokens
@@ -99,7 +100,7 @@ class PairAttention {
         num_runs_ += 2 * count;
     }
 
-    // A part of a run, or of the last one.
+    // Fetches a head's part of a run; behind the last run, of that.
     void fetch_part(int run, int head) const { runs_[std::min(run, num_runs_ - 1)].fetch_part(head); }
 
     static int groups_of(const Piece &piece) { return (piece.size + LANES - 1) / LANES; }
@@ -156,7 +157,7 @@ class PairAttention {
         add_values<ROWS>(seen, 0, &runs_[groups_of(piece)], 0, 0, groups, r, sums);
     }
 
-    // Scores of some groups, for rows of head h, to row `to`.
+    // The scores of some groups, for rows of head h, to row `to` of the scores, and those behind it.
     template <int ROWS, int COUNT>
     void score(int h, int r, int g, int to) {
         const Element *queries[ROWS];
@@ -183,7 +184,7 @@ class PairAttention {
         return queries_ + r / GROUP_SIZE * stride_ + (h * GROUP_SIZE + r % GROUP_SIZE) * step_;
     }
 
-    // Scores of keys that a row sees become weights, and those of others 0.
+    // Scores of keys that a row sees become weights, and those of others 0: row i of the scores, row r of the sums.
     void weigh(int i, uint64_t seen, int groups, int r, SegmentSums &sums) {
         __m512 top = _mm512_set1_ps(sums.largest[r]);
         for (int g = 0; g < groups; g++)
@@ -201,8 +202,8 @@ class PairAttention {
         }
     }
 
-    // Adds the values of head h in some groups, with the weights from row `from` on, to the sums of row r and those behind
-    // it. A row does not add the value of a token that it does not see: 0 times a value that is not finite is nan.
+    // Adds the values of head h in some groups: with row `from` of the weights to row r of the sums, and so on. A row does
+    // not add the value of a token that it does not see: 0 times a value that is not finite is nan.
     template <int ROWS>
     void add_values(const Seen *seen, int from, const Run *runs, int h, int first_group, int last_group, int r,
                     SegmentSums &to) const {

@@ -44,8 +44,7 @@ struct TileRows {
     int64_t seen_by(int r) const { return first + r / GROUP_SIZE + 1; }
     int64_t begin_of(int r) const { return std::max<int64_t>(seen_by(r) - window, 0); }
 
-    // The first piece of all, and of a segment.
-    Piece first_of_all() const { return first_of(begin_of(0) / SEGMENT_SIZE); }
+    // The first piece of a segment.
     Piece first_of(int64_t segment) const {
         return piece_at(std::max(begin_of(0) / KEYS * KEYS, segment * SEGMENT_SIZE), end_of(segment));
     }

@@ -157,7 +157,7 @@ class TorchAttention:
     def __init__(
         self, batch: ForwardBatch, cache: KVCache, num_heads: int, dtype: torch.dtype, is_windowed: bool = False
     ) -> None:
-        """`is_windowed`: of the layers that have blocks of windows."""
+        """`is_windowed`: whether it is for the layers that have blocks of windows."""
         self._cache = cache
         num_blocks = cache.num_window_blocks if is_windowed else cache.num_blocks
         layout = cache.layout
