@@ -42,8 +42,9 @@ struct Tiles {
     // The first one of which a query sees tokens.
     int64_t first_segment(const Tile &tile) const { return TileRows(tile, window).begin_of(0) / SEGMENT_SIZE; }
 
-    // Of some heads of keys and values. `next`: the piece that this thread reads after them.
-    void attend(const Tile &tile, int64_t head, int64_t heads, int64_t first, int64_t last, const Next &next,
+    // Of some heads of keys and values. `next`: the piece that this thread reads after them. One copy, because GCC makes
+    // slower loops of it inside others.
+    ONE_COPY void attend(const Tile &tile, int64_t head, int64_t heads, int64_t first, int64_t last, const Next &next,
                 SegmentSums *sums) const {
         TileAttention attention(tile, int(heads), queries(tile, head), row.size(), row.step(), scale, window);
         const HeadCache cached = head_cache(tile, head);
