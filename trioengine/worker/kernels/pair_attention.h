@@ -100,7 +100,7 @@ class PairAttention {
         num_runs_ += 2 * count;
     }
 
-    // Fetches a head's part of a run; behind the last run, of that.
+    // Fetches a head's part of a run, or of the last run if there are fewer.
     void fetch_part(int run, int head) const { runs_[std::min(run, num_runs_ - 1)].fetch_part(head); }
 
     static int groups_of(const Piece &piece) { return (piece.size + LANES - 1) / LANES; }
