@@ -73,8 +73,6 @@ class HeadCache {
 // Reads a line into the second cache: many more such reads may be on their way than into the first one. The CPU drops
 // those that come faster than memory answers.
 inline void fetch(const void *line) { __builtin_prefetch(line, 0, 2); }
-// Reads it into the first cache, from the second one or, where `fetch` was dropped, from memory.
-inline void fetch_soon(const void *line) { __builtin_prefetch(line, 0, 3); }
 
 // Stores a head's elements, STEP apart; the first WIDTH ones, and then as many each time, lie side by side.
 template <int WIDTH, int STEP>
