@@ -44,7 +44,7 @@ def test_the_table_has_units():
     needs_compiler()
     lines = run().stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["threads", *PEAKS]
-    assert lines[1].endswith("GB/s of memory that is read")
+    assert lines[1].endswith("GB/s of memory that is read, in huge pages")
 
 
 def test_without_a_compiler(tmp_path):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.huge_pages import reserve
 from trioengine.worker.kernels.kv_cache import KVCache, KVLayout
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.roof import load_roof
@@ -46,10 +47,10 @@ def make_step(sequences: int, new: int, context: int) -> ForwardBatch:
 def main() -> None:
     torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
     print(f"{torch.get_num_threads()} threads")
-    memory, native = torch.ones(MEMORY // 4, dtype=torch.int32), load_roof()
+    memory, native = reserve(MEMORY).fill_(1), load_roof()
 
     def read() -> None:
-        native.read(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(len(memory)))
+        native.read(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(MEMORY // 4))
 
     for dtype, cache_dtype in DTYPES:
         kernels = NativeKernels(HEADS, KV_HEADS, HEAD_DIM, dtype, BLOCK, cache_dtype=cache_dtype)

@@ -11,7 +11,7 @@ _START = 300.0  # seconds, to import torch and to compile
 _PEAKS = 4
 _ROWS = {
     "threads": "threads",
-    "memory_gb_s": "GB/s of memory that is read",
+    "memory_gb_s": "GB/s of memory that is read, in huge pages",
     "int8_gop_s": "10^9 operations/s of 8-bit integers, in registers",
     "float32_gop_s": "10^9 operations/s of float32, in registers",
     "bfloat16_gop_s": "10^9 operations/s of bfloat16, in registers",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from trioengine.worker.kernels.huge_pages import HugePages
 from trioengine.worker.kernels.linear import joined
 
 GROUP = 32  # columns of a row that share a scale
@@ -16,7 +17,6 @@ PANEL = 16  # outputs whose codes lie together
 _ROWS = 64 * PANEL  # that are packed at a time
 _CHUNKS = PANEL // 4  # of outputs: instructions that put registers side by side do so in chunks of 128 bits
 _WIDEST = 8  # bits of a code
-_ALIGNMENT = 64  # bytes: a step's codes are one line of the cache
 _LARGEST_CODE = 127  # of a code of 8 bits with a sign
 _ZERO = 128  # that makes it positive
 _LARGEST = 8 * 32_767  # weight of an output, in its unit
@@ -123,7 +123,7 @@ def num_pairs(columns: int) -> int:
     return (columns + 2 * GROUP - 1) // (2 * GROUP)
 
 
-def pack_integers(weight: IntegerWeight) -> tuple[Tensor, Tensor]:
+def pack_integers(weight: IntegerWeight, pages: HugePages) -> tuple[Tensor, Tensor]:
     """The bytes of a weight of which `can_multiply`, aligned, and the units of its outputs, float32.
 
     They are made some panels at a time, in little memory.
@@ -131,9 +131,7 @@ def pack_integers(weight: IntegerWeight) -> tuple[Tensor, Tensor]:
     outputs, columns = weight.codes.shape
     factors = 2 if weight.minima is None else 3  # of a group, two bytes each
     row_size = 2 * num_pairs(columns) * (GROUP * weight.bits // 8 + 2 * factors)
-    memory = torch.empty(outputs * row_size + _ALIGNMENT, dtype=torch.uint8)
-    place = -memory.data_ptr() % _ALIGNMENT
-    packed, units = memory[place : place + outputs * row_size], torch.empty(outputs)
+    packed, units = pages.take(outputs * row_size), torch.empty(outputs)
     for start in range(0, outputs, _ROWS):
         end = min(start + _ROWS, outputs)
         packed[start * row_size : end * row_size], units[start:end] = _pack_rows(weight.rows(start, end))

@@ -165,6 +165,8 @@ void integer_tile(const Activations &x, const Weight &w, int64_t row, int64_t pa
     }
 }
 
+// Tiles behind the first one read the panel from the caches, and the next panel is fetched meanwhile. A single tile reads
+// memory all the time, in its order, which is fastest by the CPU's own prefetchers: requests so far ahead slow them down.
 template <int BITS>
 inline void integer_task(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t panel,
                          const Results &out) {
@@ -174,7 +176,7 @@ inline void integer_task(const Activations &x, const Weight &w, int64_t row, int
     const int64_t lines = std::max<int64_t>((pair_bytes<BITS>(w) / LINE + tiles / 2) / tiles, 1);
     int64_t place = (panel + 1) * panel_bytes;  // of the next panel, or of those of its lines that come next
     for (; row < end; row += TILE_ROWS, place += pairs * lines * LINE) {
-        const Prefetch next{w.data + place, place < next_end ? lines : 0};
+        const Prefetch next{w.data + place, tiles > 1 && place < next_end ? lines : 0};
         if constexpr (TILE_ROWS > 1) switch (end - row) {
             case 3: return integer_tile<BITS, 3>(x, w, row, panel, out, next);
             case 2: return integer_tile<BITS, 2>(x, w, row, panel, out, next);

@@ -15,6 +15,7 @@ from torch import Tensor
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.hub.model_config import TextConfig
+from trioengine.worker.kernels.huge_pages import reserve
 from trioengine.worker.kernels.state_cache import dtype_of
 from trioengine.worker.scheduling.sequence import MAX_FORCED, NO_WINDOWS, BlockCopy, Windows
 
@@ -91,14 +92,11 @@ class KVCache:
         counts = [windows.num_blocks if is_windowed else num_blocks for is_windowed in self.windowed]
         shapes = [(2, count, layout.num_kv_heads, layout.block_size) for count in counts]
         try:
-            self.layers = [
-                torch.empty((*shape[:3], shape[3] * layout.head_dim), dtype=layout.dtype, device=device)
-                for shape in shapes
-            ]
+            self.layers = [_reserve((*shape[:3], shape[3] * layout.head_dim), layout.dtype, device) for shape in shapes]
             self.scales = [  # [2, num_blocks, num_kv_heads, block_size], a tensor a layer; none: not quantized
-                torch.empty(shape, dtype=_SCALE, device=device) for shape in shapes * layout.is_quantized
+                _reserve(shape, _SCALE, device) for shape in shapes * layout.is_quantized
             ]
-        except RuntimeError as exc:  # torch's for a lack of memory, also on a GPU
+        except (RuntimeError, MemoryError) as exc:  # torch's for a lack of memory on a GPU is the first
             size = sum(counts) * layout.block_size * layout.token_bytes
             raise ModelError(
                 f"{size} bytes for the KV cache cannot be had on {device}: lower kv_cache_memory (--kv-cache-memory)"
@@ -125,6 +123,12 @@ class KVCache:
                 elements.index_copy_(1, targets, elements.index_select(1, sources).masked_fill_(behind, 0))
                 for scales in self.scales[layer : layer + 1]:
                     scales.index_copy_(1, targets, scales.index_select(1, sources).masked_fill_(behind_scales, 0))
+
+
+def _reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return reserve(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def quantized(heads: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trioengine.core.errors import InvariantError
 from trioengine.worker.kernels.addresses import address
+from trioengine.worker.kernels.huge_pages import HugePages
 from trioengine.worker.kernels.integer_weights import IntegerWeight, num_pairs, pack_integers
 
 ROW_GROUP = 4  # floats.h's, or more
@@ -97,6 +98,7 @@ class Products:
         """`native` is compiled from native.cpp for the dtype."""
         self.native, self.dtype = native, dtype
         native.packed_size.restype = _COUNT
+        self._pages = HugePages()
         self.scratch = Scratch()
         self.floats = RecycledFloats()
         self.profile: Profile | None = None
@@ -104,7 +106,7 @@ class Products:
     def make(self, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> NativeLinear:
         """The layer of a weight [out_features, in_features] and a bias, both of the dtype and contiguous."""
         outputs, inputs = weight.shape
-        packed = torch.empty(self.native.packed_size(outputs, inputs), dtype=torch.uint8)
+        packed = self._pages.take(self.native.packed_size(outputs, inputs))
         self.native.pack(address(weight, self.dtype), outputs, inputs, packed.data_ptr())
         place = WeightAddress(packed.data_ptr(), None, self._bias(bias, outputs), outputs, inputs, 0, False)
         return NativeLinear(self, place, (packed, bias), out_dtype)
@@ -116,13 +118,14 @@ class Products:
         weight = weight.with_bits(4 if weight.bits == 4 else 8)
         if weight.minima is None and weight.zero != 1 << (weight.bits - 1):
             weight = weight.with_minima()
-        (packed, units), (outputs, inputs) = pack_integers(weight), weight.codes.shape
+        (packed, units), (outputs, inputs) = pack_integers(weight, self._pages), weight.codes.shape
         place = WeightAddress(packed.data_ptr(), units.data_ptr(), self._bias(bias, outputs), outputs, inputs)
         place.bits, place.has_minima = weight.bits, weight.minima is not None
         return NativeLinear(self, place, (packed, units, bias), out_dtype)
 
     def release(self) -> None:
-        """Give the memory of steps back."""
+        """Give the memory of steps back, and pages without weights."""
+        self._pages.release()
         self.scratch.release()
         self.floats.release()
 

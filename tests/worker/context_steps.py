@@ -1,0 +1,72 @@
+"""Measure the parts of a decoding step behind a long context, and the rate at which it reads weights, keys and values.
+
+Usage, with the root in PYTHONPATH: python tests/worker/context_steps.py MODEL [CONTEXT] [STEPS]
+
+The context's keys and values are ones, in neighbouring blocks. The same token is decoded over and over; before each
+step memory is read in its order, because its rate changes from second to second on some hosts.
+"""
+
+import ctypes
+import statistics
+import sys
+import time
+
+import numpy as np
+import torch
+
+from trioengine.core.config import WorkerConfig
+from trioengine.core.power import ALL_TAGS
+from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.huge_pages import reserve
+from trioengine.worker.kernels.native_decoder import OPERATIONS
+from trioengine.worker.kernels.products import Profile
+from trioengine.worker.roof import load_roof
+from trioengine.worker.runner.loaded_model import LoadedModel
+from trioengine.worker.runner.model_runner import TorchModelRunner
+from trioengine.worker.runner.model_spec import ModelSpec
+
+MEMORY = 128 << 20  # bytes
+
+
+def make_step(context: int, block_size: int) -> ForwardBatch:
+    """The last token of one sequence with the first blocks."""
+    last, row = torch.tensor([context - 1]), torch.zeros(1, dtype=torch.int64)
+    blocks = np.arange(-(-context // block_size))[None]
+    return ForwardBatch(row, last, last, row, blocks, np.ones(1, int), np.full(1, context), 1, block_size)
+
+
+def main(path: str, context: int = 7950, steps: int = 60) -> None:
+    spec = ModelSpec.read(WorkerConfig(model_path=path, max_model_len=context + 1))
+    runner = TorchModelRunner(LoadedModel(spec, lambda done, total: None))
+    runner.wake(ALL_TAGS)
+    for layer in runner.cache.layers:
+        layer[:, : -(-context // spec.layout.block_size)] = 1
+    products, native = spec.kernels.products, load_roof()
+    memory = reserve(MEMORY).fill_(1)
+    totals, reads, parts = [], [], []
+    batch = make_step(context, spec.layout.block_size)
+    for _ in range(steps):
+        began = time.perf_counter()
+        native.read(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(MEMORY // 4))
+        reads.append(MEMORY / (time.perf_counter() - began) / 1e9)
+        products.profile = Profile()
+        with torch.inference_mode():
+            began = time.perf_counter()
+            attention = spec.kernels.attention(batch, runner.cache)
+            runner.model.logits(runner.model.forward(batch, attention, runner.states))
+        totals.append(time.perf_counter() - began)
+        parts.append(products.profile.parts)
+    weights = sum(part.weight_bytes for part in parts[0].values())
+    cache = len(runner.cache.layers) * context * spec.layout.token_bytes
+    seconds = statistics.median(totals[1:])
+    print(f"{1e3 * seconds:.2f} ms: {(weights + cache) / seconds / 1e9:.1f} GB/s of {weights / 1e6:.0f} MB of weights "
+          f"and {cache / 1e6:.0f} MB of keys and values; memory {statistics.median(reads):.1f} GB/s")  # fmt: skip
+    for name in ("head", *OPERATIONS):
+        if name in parts[0]:
+            median = statistics.median(each[name].seconds for each in parts[1:])
+            size = cache if name == "attention" else parts[0][name].weight_bytes
+            print(f"  {name}: {1e3 * median:.2f} ms, {size / median / 1e9:.1f} GB/s")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))
