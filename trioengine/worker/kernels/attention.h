@@ -60,12 +60,12 @@ struct Tiles {
         return {cache, kv_heads, head, tables + tile.sequence * width};
     }
 
-    // Writes the results of a head of keys and values, whose sums begin at row `first`.
-    void write(const Tile &tile, int64_t head, const SegmentSums &sums, int first) const {
+    // Writes the results of some rows of a head of keys and values, whose sums begin at row `first`.
+    void write(const Tile &tile, int64_t head, const SegmentSums &sums, int first, int begin, int end) const {
         const int64_t stride = GROUP_SIZE * kv_heads * HEAD_DIM;
         Element *to = out + tile.row * stride + head * GROUP_SIZE * HEAD_DIM;
         const Element *gates = queries(tile, head) + HEAD_DIM;
-        for (int r = 0; r < rows(tile); r++) {
+        for (int r = begin; r < end; r++) {
             const int64_t token = r / GROUP_SIZE, query = r % GROUP_SIZE;
             Element *result = to + token * stride + query * HEAD_DIM;
             sums.write(first + r, result);
@@ -160,18 +160,20 @@ inline void attend_tiles(const Tiles &t, SegmentSums *sums) {
         const Next behind{&next_cache, TileRows(*next.tile, t.window).first_of(next.first)};
         SegmentSums own;
         t.attend(*tile, head, heads, first, last, behind, sums == nullptr ? &own : sums + i);
-        for (int h = 0; h < heads && sums == nullptr; h++) t.write(*tile, head + h, own, h * t.rows(*tile));
+        const int rows = t.rows(*tile);
+        for (int h = 0; h < heads && sums == nullptr; h++) t.write(*tile, head + h, own, h * rows, 0, rows);
     }
     if (sums == nullptr) return;
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < t.count * t.kv_heads; i++) {
-        const Tile &tile = t.tiles[i / t.kv_heads];
-        const int64_t head = i % t.kv_heads, heads_before = head % units.heads(tile);  // in the same sums
-        SegmentSums *own = sums + units.first(i / t.kv_heads, head - heads_before);
-        const int row = int(heads_before) * t.rows(tile);
+    for (int64_t i = 0; i < t.count * t.kv_heads * GROUP_SIZE; i++) {  // as many rows as the tile has tokens
+        const int64_t number = i / GROUP_SIZE / t.kv_heads, head = i / GROUP_SIZE % t.kv_heads;
+        const Tile &tile = t.tiles[number];
+        const int64_t heads_before = head % units.heads(tile);  // in the same sums
+        SegmentSums *own = sums + units.first(number, head - heads_before);
+        const int first = int(heads_before) * t.rows(tile), tokens = int(tile.tokens), begin = int(i % GROUP_SIZE) * tokens;
         for (int64_t segment = 1; segment < t.segments(tile) - t.first_segment(tile); segment++)
-            own->merge(own[segment * t.kv_heads], row, row + t.rows(tile));
-        t.write(tile, head, *own, row);
+            own->merge(own[segment * t.kv_heads], first + begin, first + begin + tokens);
+        t.write(tile, head, *own, first, begin, begin + tokens);
     }
 }
 

@@ -194,18 +194,19 @@ inline auto sum_of(Vector v) {
 inline float sum(Floats v) { return sum_of(v); }
 inline int32_t sum(Ints v) { return sum_of(v); }
 
-// Combines all lanes of each of LANES vectors, which it overwrites: lane i of the result is of vector i. Each round makes
-// one vector of two: of 4 lanes and vectors a, b, c and d, first (a0 + a2, a1 + a3, c0 + c2, c1 + c3) of a and c, and the
-// same of b and d, then the sums of a, b, c and d.
-template <int HALF = LANES / 2, class Vector, class Operation>
+// Combines all lanes of each of COUNT vectors, a power of 2 up to LANES, and overwrites these: the result has that of the
+// first one in the first LANES / COUNT lanes, and so on. Each round makes one vector of two: of 4 lanes and vectors a, b, c
+// and d, first (a0 + a2, a1 + a3, c0 + c2, c1 + c3) of a and c, and the same of b and d, then the sums of a, b, c and d.
+template <int COUNT = LANES, int HALF = LANES / 2, class Vector, class Operation>
 inline Vector combine_each(Vector *vectors, Operation operation) {
     Ints own, other;  // lanes of two vectors: those whose index has the bit HALF are of the second one
     for (int i = 0; i < LANES; i++) own[i] = i & HALF ? LANES + i : i, other[i] = own[i] ^ HALF;
-    for (int i = 0; i < HALF; i++) {
-        const Vector a = vectors[i], b = vectors[i + HALF];
+    for (int i = 0; i < COUNT / 2; i++) {
+        const Vector a = vectors[i], b = vectors[i + COUNT / 2];
         vectors[i] = operation(__builtin_shuffle(a, b, own), __builtin_shuffle(a, b, other));
     }
-    if constexpr (HALF > 1) return combine_each<HALF / 2>(vectors, operation);
+    if constexpr (COUNT == 1) vectors[0] = operation(vectors[0], __builtin_shuffle(vectors[0], other & (LANES - 1)));
+    if constexpr (HALF > 1) return combine_each<std::max(COUNT / 2, 1), HALF / 2>(vectors, operation);
     return vectors[0];
 }
 

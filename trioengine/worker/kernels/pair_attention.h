@@ -118,10 +118,10 @@ class PairAttention {
         for (; g < groups; g++) score_heads<1>(g);
         for (int h = 0; h < heads_; h++) {
             fetch_part(groups + AHEAD, h);
-            for (int r = 0; r < rows_.count; r++) {
+            rows_.for_strips<UNIT>([&](auto rows, int r) {
                 const int row = h * rows_.count + r;
-                weigh(row, seen[r].bits(), groups, row, sums);
-            }
+                weigh<rows>(row, seen + r, groups, row, sums);
+            });
         }
         for (int g = 0; g < groups; g++)
             for (int h = 0; h < heads_; h++) {
@@ -153,7 +153,7 @@ class PairAttention {
             case 3: score<ROWS, 3>(0, r, 0, 0); break;
             case 4: score<ROWS, 4>(0, r, 0, 0); break;
         }
-        for (int i = 0; i < ROWS; i++) weigh(i, seen[i].bits(), groups, r + i, sums);
+        weigh<ROWS>(0, seen, groups, r, sums);
         add_values<ROWS>(seen, 0, &runs_[groups_of(piece)], 0, 0, groups, r, sums);
     }
 
@@ -184,21 +184,42 @@ class PairAttention {
         return queries_ + r / GROUP_SIZE * stride_ + (h * GROUP_SIZE + r % GROUP_SIZE) * step_;
     }
 
-    // Scores of keys that a row sees become weights, and those of others 0: row i of the scores, row r of the sums.
-    void weigh(int i, uint64_t seen, int groups, int r, SegmentSums &sums) {
-        __m512 top = _mm512_set1_ps(sums.largest[r]);
-        for (int g = 0; g < groups; g++)
-            top = _mm512_mask_max_ps(top, __mmask16(seen >> g * LANES), (__m512)scores_[i][g], top);  // not of nan
-        const float now = _mm512_reduce_max_ps(top), base = now == -INFINITY ? 0 : now;
-        sums.raise(r, now);
-        Floats weights[GROUPS]{};
-        for (int g = 0; g < groups; g++)
-            weights[g] = (Floats)_mm512_maskz_mov_ps(__mmask16(seen >> g * LANES),
-                                                     (__m512)weight_of(scores_[i][g] - base));
-        for (int g = 0; g < GROUPS; g += 2) {
-            const Words pairs = (Words)_mm512_cvtne2ps_pbh((__m512)weights[g + 1], (__m512)weights[g]);
-            weights_[i][g / 2] = pairs;
-            sums.totals[r] = add_pair(sums.totals[r], pairs, ONES);
+    // Scores of keys that a row sees become weights, and those of others 0: row `from` of the scores, row r of the sums, and
+    // so on.
+    template <int ROWS>
+    void weigh(int from, const Seen *seen, int groups, int r, SegmentSums &sums) {
+        if (groups == GROUPS) return weigh_groups<ROWS>(from, seen, std::integral_constant<int, GROUPS>{}, r, sums);
+        weigh_groups<ROWS>(from, seen, groups, r, sums);
+    }
+
+    // `groups`: a constant, for loops that are unrolled, or a number.
+    template <int ROWS, class Count>
+    void weigh_groups(int from, const Seen *seen, Count groups, int r, SegmentSums &sums) {
+        constexpr int COUNT = ROWS > 2 ? STRIP : ROWS;  // a power of 2
+        __mmask16 masks[ROWS][GROUPS];
+        Floats tops[COUNT];
+        for (int i = 0; i < ROWS; i++) {
+            const uint64_t bits = seen[i].bits();
+            __m512 top = _mm512_set1_ps(sums.largest[r + i]);
+            for (int g = 0; g < groups; g++) {
+                masks[i][g] = __mmask16(bits >> g * LANES);
+                top = _mm512_mask_max_ps(top, masks[i][g], (__m512)scores_[from + i][g], top);  // not of nan
+            }
+            tops[i] = (Floats)top;
+        }
+        for (int i = ROWS; i < COUNT; i++) tops[i] = tops[0];
+        const Floats largest = combine_each<COUNT>(tops, larger);
+        for (int i = 0; i < ROWS; i++) {
+            const float now = largest[i * (LANES / COUNT)], base = now == -INFINITY ? 0 : now;
+            sums.raise(r + i, now);
+            Floats weights[GROUPS]{};
+            for (int g = 0; g < groups; g++)
+                weights[g] = (Floats)_mm512_maskz_mov_ps(masks[i][g], (__m512)weight_of(scores_[from + i][g] - base));
+            for (int g = 0; g < GROUPS; g += 2) {
+                const Words pairs = (Words)_mm512_cvtne2ps_pbh((__m512)weights[g + 1], (__m512)weights[g]);
+                weights_[from + i][g / 2] = pairs;
+                sums.totals[r + i] = add_pair(sums.totals[r + i], pairs, ONES);
+            }
         }
     }
 

@@ -124,8 +124,10 @@ struct SegmentSums {
         for (int r = begin; r < end; r++) {
             if (sum(next.totals[r]) == 0) continue;  // the query is before these tokens
             const float top = std::max(largest[r], next.largest[r]), base = top == -INFINITY ? 0 : top;
-            const float ours = weight_of(all(largest[r] - base))[0];
-            const float theirs = weight_of(all(next.largest[r] - base))[0];
+            Floats distances{};
+            distances[0] = largest[r] - base, distances[1] = next.largest[r] - base;
+            const Floats weights = weight_of(distances);
+            const float ours = weights[0], theirs = weights[1];
             for (int p = 0; p < PARTS; p++) results[r][p] = results[r][p] * ours + next.results[r][p] * theirs;
             totals[r] = totals[r] * ours + next.totals[r] * theirs;
             largest[r] = top;
