@@ -115,14 +115,25 @@ class Units {
             spans_ = std::max(spans_, spans);
             count += spans * divided_up(tiles.kv_heads, heads_together(*tile, tiles.kv_heads));
         }
-        const int64_t threads = omp_get_num_threads();
-        has_heads_together_ = 4 * divided_up(count, threads) * threads <= 5 * count;
+        has_heads_together_ = 4 * divided_up(count, threads_) * threads_ <= 5 * count;
+        chunk_ = std::max<int64_t>(1, this->count() / ((by_segments ? 8 : 32) * threads_));
     }
 
     int64_t count() const { return tiles_.count * spans_ * tiles_.kv_heads; }
 
-    // Of which a thread takes so many at a time, because it fetches the next one.
-    int64_t chunk() const { return std::max<int64_t>(1, count() / ((by_segments_ ? 8 : 32) * omp_get_num_threads())); }
+    // Threads take chunks of units, in the order of these numbers.
+    int64_t num_chunks() const {
+        const int64_t chunks = divided_up(count(), chunk_);
+        return by_segments_ ? divided_up(chunks, threads_) * threads_ : chunks;
+    }
+
+    // The first unit of a chunk, and the first one behind it; none: there is no such chunk. Segments are dealt so that
+    // threads of the same speed have one part of the context each, and read it in its order.
+    std::pair<int64_t, int64_t> chunk(int64_t number) const {
+        const int64_t part = num_chunks() / threads_;
+        const int64_t place = by_segments_ ? number % threads_ * part + number / threads_ : number;
+        return {place * chunk_, std::min((place + 1) * chunk_, count())};
+    }
 
     Unit operator[](int64_t i) const {
         const int64_t head = i % tiles_.kv_heads, span = i / tiles_.kv_heads % spans_;
@@ -144,25 +155,28 @@ class Units {
   private:
     const Tiles &tiles_;
     const bool by_segments_;
+    const int64_t threads_ = omp_get_num_threads();
     int64_t spans_ = 1;  // units of some heads of a tile, at most
+    int64_t chunk_;      // units
     bool has_heads_together_;
 };
 
 // Called by all threads of a region. `sums`: [count, segments of a context, kv_heads], if they share segments; or null.
 inline void attend_tiles(const Tiles &t, SegmentSums *sums) {
     const Units units(t, sums != nullptr);
-#pragma omp for schedule(dynamic, units.chunk())
-    for (int64_t i = 0; i < units.count(); i++) {
-        const auto [tile, head, heads, first, last] = units[i];
-        if (heads == 0) continue;
-        const auto next = units[std::min(i + heads, units.count() - 1)];  // if it is not another thread's
-        const HeadCache next_cache = t.head_cache(*next.tile, next.head);
-        const Next behind{&next_cache, TileRows(*next.tile, t.window).first_of(next.first)};
-        SegmentSums own;
-        t.attend(*tile, head, heads, first, last, behind, sums == nullptr ? &own : sums + i);
-        const int rows = t.rows(*tile);
-        for (int h = 0; h < heads && sums == nullptr; h++) t.write(*tile, head + h, own, h * rows, 0, rows);
-    }
+#pragma omp for schedule(dynamic)
+    for (int64_t number = 0; number < units.num_chunks(); number++)
+        for (auto [i, end] = units.chunk(number); i < end; i++) {
+            const auto [tile, head, heads, first, last] = units[i];
+            if (heads == 0) continue;
+            const auto next = units[std::min(i + heads, units.count() - 1)];  // if it is not another thread's
+            const HeadCache next_cache = t.head_cache(*next.tile, next.head);
+            const Next behind{&next_cache, TileRows(*next.tile, t.window).first_of(next.first)};
+            SegmentSums own;
+            t.attend(*tile, head, heads, first, last, behind, sums == nullptr ? &own : sums + i);
+            const int rows = t.rows(*tile);
+            for (int h = 0; h < heads && sums == nullptr; h++) t.write(*tile, head + h, own, h * rows, 0, rows);
+        }
     if (sums == nullptr) return;
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < t.count * t.kv_heads * GROUP_SIZE; i++) {  // as many rows as the tile has tokens

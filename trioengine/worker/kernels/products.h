@@ -33,9 +33,17 @@ namespace {
 // Tasks of a block of rows, each of some outputs.
 inline int64_t num_tasks(const Weight &w) { return w.bits > 0 ? num_panels(w) : num_streams(w.outputs); }
 
-// The threads of a parallel region take tasks from one counter, and wait for the last. out [rows, outputs].
+constexpr int64_t SMALL = 1 << 22;  // multiplications, which take some microseconds
+
+// The threads of a parallel region share the tasks, and wait for the last: they take them from one counter, or have equal
+// shares where the counter would cost more time than it saves. out [rows, outputs].
 inline void product(const Inputs &x, const Weight &w, int64_t rows, const Results &out) {
     const int64_t pieces = num_tasks(w), block = w.bits > 0 ? BLOCK : FLOAT_BLOCK;
+    if (rows <= block && rows * w.outputs * w.inputs <= SMALL) {
+#pragma omp for schedule(static)
+        for (int64_t piece = 0; piece < pieces; piece++) product_task(x, w, 0, rows, piece, out);
+        return;
+    }
 #pragma omp for schedule(guided)
     for (int64_t number = 0; number < pieces * ((rows + block - 1) / block); number++) {
         const int64_t row = number / pieces * block;
