@@ -39,15 +39,17 @@ constexpr int64_t SMALL = 1 << 22;  // multiplications, which take some microsec
 // shares where the counter would cost more time than it saves. out [rows, outputs].
 inline void product(const Inputs &x, const Weight &w, int64_t rows, const Results &out) {
     const int64_t pieces = num_tasks(w), block = w.bits > 0 ? BLOCK : FLOAT_BLOCK;
-    if (rows <= block && rows * w.outputs * w.inputs <= SMALL) {
-#pragma omp for schedule(static)
-        for (int64_t piece = 0; piece < pieces; piece++) product_task(x, w, 0, rows, piece, out);
-        return;
-    }
-#pragma omp for schedule(guided)
-    for (int64_t number = 0; number < pieces * ((rows + block - 1) / block); number++) {
+    const int64_t count = pieces * ((rows + block - 1) / block);
+    const auto run = [&](int64_t number) {
         const int64_t row = number / pieces * block;
         product_task(x, w, row, std::min(row + block, rows), number % pieces, out);
+    };
+    if (rows * w.outputs * w.inputs > SMALL) {
+#pragma omp for schedule(guided)
+        for (int64_t number = 0; number < count; number++) run(number);
+    } else {
+#pragma omp for schedule(static)
+        for (int64_t number = 0; number < count; number++) run(number);
     }
 }
 
