@@ -32,6 +32,7 @@ from trioengine.worker.scheduling.images import Tile
 from trioengine.worker.scheduling.runner_interface import WantedDraft
 from trioengine.worker.scheduling.sequence import (
     BlockCopy,
+    BlockTable,
     Limits,
     Sampled,
     ScheduledSequence,
@@ -271,5 +272,5 @@ class ToyRunner:
         assert len(slots) >= num_tokens, f"request {sequence.request} has too few blocks for its tokens"
         return slots[:num_tokens]
 
-    def _slot(self, block_table: list[int], position: int) -> int:
+    def _slot(self, block_table: BlockTable, position: int) -> int:
         return block_table[position // self._block_size] * self._block_size + position % self._block_size

@@ -38,7 +38,7 @@ def test_only_full_blocks_stay_cached() -> None:
     assert counts(blocks) == (5, 0, 3)
     blocks.release(sequence)
     assert counts(blocks) == (6, 2, 0)
-    assert sequence.block_table == []
+    assert len(sequence.block_table) == 0
     blocks.check_integrity([])
 
 
@@ -148,7 +148,7 @@ def test_nothing_changes_where_blocks_do_not_suffice() -> None:
     first = computed(blocks, 1, [1] * 12)
     late = sequence_of(2, [2] * 8)
     assert not blocks.allocate(late, Prefix())
-    assert late.block_table == []
+    assert len(late.block_table) == 0
     first.token_ids += [1] * 12
     assert not blocks.grow(first)
     assert len(first.block_table) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
@@ -16,12 +17,14 @@ from trioengine.core.errors import InvariantError
 from trioengine.core.messages import NO_ADAPTER
 from trioengine.core.sampling_params import ResolvedParams
 from trioengine.worker.kernels.adapters import AdaptedRows, LoadedAdapter
-from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput
+from trioengine.worker.scheduling.sequence import BlockTable, ScheduledSequence, SchedulerOutput
 from trioengine.worker.scheduling.sequence import Sequence as TokenSequence
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT
 
 IntArray = npt.NDArray[np.int64]
-HeldBlocks: TypeAlias = tuple[int, list[int]]  # the number of leading blocks that were given back, and the other blocks
+HeldBlocks: TypeAlias = tuple[
+    int, BlockTable
+]  # the number of leading blocks that were given back, and the other blocks
 
 
 class Padding:
@@ -234,11 +237,13 @@ def _block_tables(held: list[HeldBlocks], spans: list[range], block_size: int) -
     """[num_seqs, max_blocks]: in place of blocks that were given back, and behind the last one, that one."""
     counts = [-(-span.stop // block_size) for span in spans]
     width = max(counts)
-    tables: list[list[int]] = []
+    tables = array("q")
     for (num_given_back, blocks), count in zip(held, counts, strict=True):
         last = blocks[count - num_given_back - 1]
-        tables.append([last] * num_given_back + blocks[: count - num_given_back] + [last] * (width - count))
-    return np.array(tables, dtype=np.int64)
+        tables.extend([last] * num_given_back)
+        tables.extend(blocks[: count - num_given_back])
+        tables.extend([last] * (width - count))
+    return np.frombuffer(tables, dtype=np.int64).reshape(len(held), width)
 
 
 def _window_tables(held: list[HeldBlocks], spans: list[range], block_size: int) -> WindowTables:

@@ -338,8 +338,7 @@ class BlockManager:
             self._keep_state(sequence)
         self.full.give_back(reversed(sequence.block_table))
         self.windowed.give_back(sequence.window_table)
-        sequence.block_table.clear()
-        sequence.window_table.clear()
+        del sequence.block_table[:], sequence.window_table[:]
         sequence.num_computed_tokens = sequence.num_behind = 0
 
     def discard(self, sequence: Sequence) -> None:

@@ -7,6 +7,8 @@ whose last token it has computed, or whose prompt gets logprobs.
 from __future__ import annotations
 
 import enum
+from array import array
+from collections.abc import MutableSequence
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypeAlias
@@ -18,6 +20,8 @@ from trioengine.core.types import FinishReason, Logprobs, Usage, token_ids
 from trioengine.worker.scheduling.images import Picture, PromptImages, Tile, TilePiece, TileShape
 from trioengine.worker.scheduling.speculation import Pace
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT, StateCopy, StateSave
+
+BlockTable: TypeAlias = MutableSequence[int]
 
 DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
 MAX_FORCED = 15  # tokens in a row that are not sampled, because a grammar allows no others
@@ -55,6 +59,11 @@ class SequenceStatus(enum.Enum):
     FINISHED = "finished"
 
 
+def _no_blocks() -> BlockTable:
+    """An empty array: each step copies all of a context's blocks, which are objects of their own in a list."""
+    return array("q")
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """One request on the worker; owned and changed by the scheduler only."""
@@ -69,8 +78,8 @@ class Sequence:
     num_computed_tokens: int = 0  # tokens whose keys and values lie in the KV cache
     num_scored: int = 1  # tokens of the prompt whose logprobs were sent, if asked for; the first one has none
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
-    block_table: list[int] = field(default_factory=list)  # token i lies in block_table[i // block_size]
-    window_table: list[int] = field(default_factory=list)  # the same in layers with windows, from block num_behind on
+    block_table: BlockTable = field(default_factory=_no_blocks)  # token i lies in block_table[i // block_size]
+    window_table: BlockTable = field(default_factory=_no_blocks)  # in layers with windows, from block num_behind on
     num_behind: int = 0  # blocks that none of the next tokens sees in these layers
     block_digests: list[bytes] = field(default_factory=list)  # of none, one, two… of its first blocks
     arrived_at: float = 0.0  # by the engine core's clock, as the next two
