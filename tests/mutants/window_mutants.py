@@ -41,7 +41,7 @@ def _take_the_latest_block(with_windows: Any) -> Any:
 def _lose_blocks_of_the_preempted(release: Any) -> Any:
     def mutant(self: BlockManager, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.RUNNING and sequence.num_computed_tokens < sequence.num_prompt_tokens:
-            sequence.window_table.clear()
+            del sequence.window_table[:]
         release(self, sequence)
 
     return mutant

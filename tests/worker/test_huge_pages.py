@@ -1,21 +1,12 @@
-"""Memory in huge pages: where it begins, who shares it, and when it is given back."""
-
-from pathlib import Path
+"""Memory in huge pages: alignment, sharing and release."""
 
 import pytest
+import torch
+from helpers.mapped import is_mapped
 
 from trioengine.worker.kernels.huge_pages import PAGE, HugePages, reserve
 
 LINE = 64
-
-
-def is_mapped(address):
-    """Whether the process has memory there."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
-        if begin <= address < end:
-            return True
-    return False
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, PAGE, PAGE + 1])
@@ -37,7 +28,7 @@ def test_memory_is_given_back_with_the_last_tensor():
 
 @pytest.mark.parametrize("num_bytes", [1 << 60, 1 << 80])
 def test_more_than_there_is(num_bytes):
-    with pytest.raises(MemoryError, match=f"{num_bytes} bytes cannot be had"):
+    with pytest.raises(MemoryError, match=f"cannot reserve {num_bytes} bytes"):
         reserve(num_bytes)
 
 
@@ -50,12 +41,27 @@ def test_tensors_share_pages_and_no_lines():
     assert all(bool((tensor == len(tensor) % 251).all()) for tensor in tensors)
 
 
-def test_a_tensor_may_be_larger_than_the_pages_that_are_shared():
+def test_a_large_tensor_has_its_own_pages():
     pages = HugePages()
-    small, large = pages.take(100).fill_(1), pages.take(100 << 20)
+    small, large, after = pages.take(64).fill_(1), pages.take(100 << 20), pages.take(1)
     large[::PAGE] = 2
     assert len(large) == 100 << 20
     assert bool((small == 1).all())
+    assert after.data_ptr() == small.data_ptr() + 64
+    address = large.data_ptr()
+    del large
+    assert not is_mapped(address)
+
+
+def test_tensors_are_written_in_any_mode():
+    pages = HugePages()
+    with torch.inference_mode():
+        inside = pages.take(64)
+    inside[:] = 1
+    outside = pages.take(64)
+    with torch.inference_mode():
+        outside[:] = 2
+    assert (int(inside.sum()), int(outside.sum())) == (64, 128)
 
 
 def test_released_pages_are_given_back_with_their_tensors():

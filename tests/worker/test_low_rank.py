@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from helpers import tiny_decoders, tiny_llama
+from helpers.mapped import is_mapped
 from helpers.tiny_adapter import PEFT, matrices_of, merge, save_adapter, write_adapter
 from helpers.tiny_llama import PROMPT
 from helpers.torch_driver import backend, generate, load, run
@@ -136,6 +137,19 @@ def test_dropped_and_loaded_again(crowd):
     runner.load_adapter(3, str(first))
     assert generate(runner, prompts[:1], 8, adapters=[3])[0] == expected
     assert generate(runner, prompts[:1], 8, adapters=[2])[0] != expected
+
+
+def test_memory_of_a_dropped_adapter_is_given_back(crowd):
+    path, (first, second), _ = crowd
+    runner = loaded(path, first, **backend("native"))
+    runner.load_adapter(2, str(second))
+    addresses = [
+        {of.down.address.data for parts in each.values() for of in parts} for each in runner._adapters.values()
+    ]
+    assert all(map(is_mapped, addresses[0] | addresses[1]))
+    runner.drop_adapter(1)
+    assert not any(map(is_mapped, addresses[0]))
+    assert all(map(is_mapped, addresses[1]))
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------

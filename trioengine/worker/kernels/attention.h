@@ -127,9 +127,13 @@ class Units {
         return by_segments_ ? divided_up(chunks, threads_) * threads_ : chunks;
     }
 
-    // The first unit of a chunk, and the first one behind it; none: there is no such chunk. Segments are dealt so that
-    // threads of the same speed have one part of the context each, and read it in its order.
-    std::pair<int64_t, int64_t> chunk(int64_t number) const {
+    struct Range {
+        int64_t begin, end;  // it is empty unless the end is behind the beginning
+    };
+
+    // The units of a chunk. Segments are dealt so that threads of the same speed have one part of the context each, and
+    // read it in its order.
+    Range chunk(int64_t number) const {
         const int64_t part = num_chunks() / threads_;
         const int64_t place = by_segments_ ? number % threads_ * part + number / threads_ : number;
         return {place * chunk_, std::min((place + 1) * chunk_, count())};

@@ -22,9 +22,8 @@ from trioengine.worker.scheduling.sequence import Sequence as TokenSequence
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT
 
 IntArray = npt.NDArray[np.int64]
-HeldBlocks: TypeAlias = tuple[
-    int, BlockTable
-]  # the number of leading blocks that were given back, and the other blocks
+# The number of leading blocks that were given back, and the other blocks.
+HeldBlocks: TypeAlias = tuple[int, BlockTable]
 
 
 class Padding:

@@ -194,8 +194,8 @@ inline auto sum_of(Vector v) {
 inline float sum(Floats v) { return sum_of(v); }
 inline int32_t sum(Ints v) { return sum_of(v); }
 
-// Combines all lanes of each of COUNT vectors, a power of 2 up to LANES, and overwrites these: the result has that of the
-// first one in the first LANES / COUNT lanes, and so on. Each round makes one vector of two: of 4 lanes and vectors a, b, c
+// Combines all lanes of each of COUNT vectors, a power of 2 up to LANES, and overwrites these: LANES / COUNT lanes of the
+// result, from lane i * LANES / COUNT on, are of vector i. Each round makes one vector of two: of 4 lanes and vectors a, b, c
 // and d, first (a0 + a2, a1 + a3, c0 + c2, c1 + c3) of a and c, and the same of b and d, then the sums of a, b, c and d.
 template <int COUNT = LANES, int HALF = LANES / 2, class Vector, class Operation>
 inline Vector combine_each(Vector *vectors, Operation operation) {

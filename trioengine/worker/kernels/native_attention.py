@@ -17,7 +17,7 @@ from trioengine.worker.kernels.products import Products
 from trioengine.worker.native_library import SEGMENT_SIZE
 
 _MOST_SUMS = 64 << 20  # bytes of the segments' sums
-_TILE = 4  # numbers of a tile
+_TILE_FIELDS = 4  # of tile.h's Tile, int64
 
 
 class Library(Protocol):
@@ -58,14 +58,14 @@ class NativeAttention:
         self.window_slots, self.window_tables = in_windows.slot_mapping, torch.from_numpy(in_windows.block_tables)
         contexts = batch.context_lens.tolist()
         self._tiles = _tiles(batch.query_lens.tolist(), contexts, library.tile_size)
-        self.tiles, self.num_tiles = self._tiles.buffer_info()[0], len(self._tiles) // _TILE  # the address
+        self.tiles_address, self.num_tiles = self._tiles.buffer_info()[0], len(self._tiles) // _TILE_FIELDS
         self._num_segments = -(-max(contexts) // SEGMENT_SIZE)  # of a sequence, at most
 
     def reserve_sums(self) -> int | None:
         """The address of room for the sums of all segments, if threads share these; or None."""
         native, kv_heads = self._library.native, self._num_kv_heads
         size = self.num_tiles * self._num_segments * kv_heads * native.sums_size()
-        if size > _MOST_SUMS or not native.shares_segments(self.tiles, self.num_tiles, kv_heads):
+        if size > _MOST_SUMS or not native.shares_segments(self.tiles_address, self.num_tiles, kv_heads):
             return None
         return self._library.products.scratch.reserve("segment_sums", size, torch.uint8)
 
@@ -83,7 +83,7 @@ class NativeAttention:
             cache,
             tables.data_ptr(),
             tables.shape[1],
-            self.tiles,
+            self.tiles_address,
             self.num_tiles,
             scale,
             window_size(window),
@@ -104,9 +104,9 @@ def cache_addresses(cache: KVCache, dtype: torch.dtype, order: KVOrder) -> ctype
 
 
 def _tiles(query_lens: list[int], context_lens: list[int], size: int) -> array[int]:
-    """Pieces of at most `size` new tokens of a sequence, as tile.h's Tile: _TILE numbers each.
+    """Pieces of at most `size` new tokens of a sequence, as tile.h's Tile.
 
-    They are no tensor: a step of one token would take a hundred microseconds more.
+    An array, because making a tensor takes 100 microseconds more in a step of one token.
     """
     tiles = array("q")
     row = 0

@@ -199,7 +199,7 @@ class NativeDecoder:
             address(batch.positions, torch.int64),
             address(attention.slots, torch.int64),
             address(attention.window_slots, torch.int64),
-            attention.tiles,
+            attention.tiles_address,
             attention.num_tiles,
             address(attention.tables, torch.int64),
             address(attention.window_tables, torch.int64),

@@ -184,8 +184,8 @@ class PairAttention {
         return queries_ + r / GROUP_SIZE * stride_ + (h * GROUP_SIZE + r % GROUP_SIZE) * step_;
     }
 
-    // Scores of keys that a row sees become weights, and those of others 0: row `from` of the scores, row r of the sums, and
-    // so on.
+    // Scores of keys that a row sees become weights, and those of others 0: in ROWS rows of the scores from row `from` on,
+    // whose sums are in as many rows from row r on.
     template <int ROWS>
     void weigh(int from, const Seen *seen, int groups, int r, SegmentSums &sums) {
         if (groups == GROUPS) return weigh_groups<ROWS>(from, seen, std::integral_constant<int, GROUPS>{}, r, sums);

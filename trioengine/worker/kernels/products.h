@@ -33,7 +33,7 @@ namespace {
 // Tasks of a block of rows, each of some outputs.
 inline int64_t num_tasks(const Weight &w) { return w.bits > 0 ? num_panels(w) : num_streams(w.outputs); }
 
-constexpr int64_t SMALL = 1 << 22;  // multiplications, which take some microseconds
+constexpr int64_t SMALL = 1 << 21;  // multiplications of integers, which take some tens of microseconds
 
 // The threads of a parallel region share the tasks, and wait for the last: they take them from one counter, or have equal
 // shares where the counter would cost more time than it saves. out [rows, outputs].
@@ -44,7 +44,7 @@ inline void product(const Inputs &x, const Weight &w, int64_t rows, const Result
         const int64_t row = number / pieces * block;
         product_task(x, w, row, std::min(row + block, rows), number % pieces, out);
     };
-    if (rows * w.outputs * w.inputs > SMALL) {
+    if (w.bits == 0 || rows * w.outputs * w.inputs > SMALL) {
 #pragma omp for schedule(guided)
         for (int64_t number = 0; number < count; number++) run(number);
     } else {

@@ -104,7 +104,10 @@ class Products:
         self.profile: Profile | None = None
 
     def make(self, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> NativeLinear:
-        """The layer of a weight [out_features, in_features] and a bias, both of the dtype and contiguous."""
+        """The layer of a weight [out_features, in_features] and a bias, both of the dtype and contiguous.
+
+        Raises MemoryError.
+        """
         outputs, inputs = weight.shape
         packed = self._pages.take(self.native.packed_size(outputs, inputs))
         self.native.pack(address(weight, self.dtype), outputs, inputs, packed.data_ptr())
@@ -114,7 +117,7 @@ class Products:
     def make_integer(
         self, weight: IntegerWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> NativeLinear:
-        """The layer of a weight of which `can_multiply`."""
+        """The layer of a weight of which `can_multiply`. Raises MemoryError."""
         weight = weight.with_bits(4 if weight.bits == 4 else 8)
         if weight.minima is None and weight.zero != 1 << (weight.bits - 1):
             weight = weight.with_minima()
@@ -124,7 +127,7 @@ class Products:
         return NativeLinear(self, place, (packed, units, bias), out_dtype)
 
     def release(self) -> None:
-        """Give the memory of steps back, and pages without weights."""
+        """Give the memory of steps back. Weights that are made from now on share no pages with those before."""
         self._pages.release()
         self.scratch.release()
         self.floats.release()

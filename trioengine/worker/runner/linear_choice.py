@@ -50,7 +50,7 @@ class LinearChoice:
         return "gguf" if checkpoint.integer_share else "none"
 
     def release(self) -> None:
-        """Give the memory of steps back."""
+        """Give the memory of steps back, and let later weights share no pages with those that are loaded."""
         if self._products is not None:
             self._products.release()
 

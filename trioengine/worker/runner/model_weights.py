@@ -86,7 +86,9 @@ class ModelWeights:
             spec = self._spec
             found.append(load_low_rank(changes, state.projections, spec.linears.exact, spec.dtype, spec.device))
 
-        if (failure := failure_of(load)) is not None:
+        failure = failure_of(load)
+        self._spec.linears.release()
+        if failure is not None:
             raise ModelError(f"adapter {path}: {failure}")
         return found[0]
 
@@ -143,6 +145,12 @@ class ModelWeights:
         self._path = path
 
     def _load(self) -> _Awake:
+        try:
+            return self._read()
+        finally:
+            self._spec.linears.release()
+
+    def _read(self) -> _Awake:
         spec = self._spec
         with spec.opened(self._path) as checkpoint, torch.inference_mode():
             wanted, linears = checkpoint.config.wanted_tensors(), spec.linears.of(checkpoint)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import MutableSequence
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypeAlias
@@ -21,7 +20,7 @@ from trioengine.worker.scheduling.images import Picture, PromptImages, Tile, Til
 from trioengine.worker.scheduling.speculation import Pace
 from trioengine.worker.scheduling.state_slots import PADDING_SLOT, StateCopy, StateSave
 
-BlockTable: TypeAlias = MutableSequence[int]
+BlockTable: TypeAlias = "array[int] | list[int]"
 
 DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
 MAX_FORCED = 15  # tokens in a row that are not sampled, because a grammar allows no others
@@ -60,7 +59,7 @@ class SequenceStatus(enum.Enum):
 
 
 def _no_blocks() -> BlockTable:
-    """An empty array: each step copies all of a context's blocks, which are objects of their own in a list."""
+    """An empty array of int64: a step copies a whole table at once; a list would be copied object by object."""
     return array("q")
 
 
