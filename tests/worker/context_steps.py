@@ -2,14 +2,16 @@
 
 Usage, with the root in PYTHONPATH: python tests/worker/context_steps.py MODEL [CONTEXT] [STEPS]
 
-The context's keys and values are ones, in neighbouring blocks. The same token is decoded over and over; before each
-step memory is read in its order, because its rate changes from second to second on some hosts.
+The context's keys and values are ones, in neighbouring blocks. The same token is decoded over and over, without a
+profile for the time of a step, and with one for its parts; before each step memory is read in its order, because its
+rate changes from second to second on some hosts.
 """
 
 import ctypes
 import statistics
 import sys
 import time
+from itertools import chain
 
 import numpy as np
 import torch
@@ -45,23 +47,25 @@ def main(path: str, context: int = 7950, steps: int = 60) -> None:
     memory = reserve(MEMORY).fill_(1)
     totals, reads, parts = [], [], []
     batch = make_step(context, spec.layout.block_size)
-    for _ in range(steps):
+    for profile in chain.from_iterable((None, Profile()) for _ in range(steps)):
         began = time.perf_counter()
         native.read(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(MEMORY // 4))
         reads.append(MEMORY / (time.perf_counter() - began) / 1e9)
-        products.profile = Profile()
+        products.profile = profile
         with torch.inference_mode():
             began = time.perf_counter()
             attention = spec.kernels.attention(batch, runner.cache)
-            runner.model.logits(runner.model.forward(batch, attention, runner.states))
-        totals.append(time.perf_counter() - began)
-        parts.append(products.profile.parts)
+            runner.model.compute(batch, attention, runner.states)
+        if profile is None:
+            totals.append(time.perf_counter() - began)
+        else:
+            parts.append(profile.parts)
     weights = sum(part.weight_bytes for part in parts[0].values())
     cache = len(runner.cache.layers) * context * spec.layout.token_bytes
     seconds = statistics.median(totals[1:])
     print(f"{1e3 * seconds:.2f} ms: {(weights + cache) / seconds / 1e9:.1f} GB/s of {weights / 1e6:.0f} MB of weights "
           f"and {cache / 1e6:.0f} MB of keys and values; memory {statistics.median(reads):.1f} GB/s")  # fmt: skip
-    for name in ("head", *OPERATIONS):
+    for name in OPERATIONS:
         if name in parts[0]:
             median = statistics.median(each[name].seconds for each in parts[1:])
             size = cache if name == "attention" else parts[0][name].weight_bytes

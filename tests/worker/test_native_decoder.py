@@ -14,7 +14,7 @@ from test_scoring import run
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.sampling_params import ResolvedParams
-from trioengine.worker.kernels.batch import make_batch
+from trioengine.worker.kernels.batch import EmbeddedRows, make_batch
 from trioengine.worker.kernels.decoder import LayerByLayer
 from trioengine.worker.kernels.native_decoder import NativeDecoder
 from trioengine.worker.kernels.native_kernels import NativeKernels
@@ -74,8 +74,8 @@ def test_as_layer_by_layer(tiny_llama, tmp_path, load_both, variant, dtype, quan
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")])
-@pytest.mark.parametrize("variant", ["lfm2-biases", "qwen3_5", "qwen3_5-vision", "qwen3_5-moe"])
-def test_states_and_gates_as_layer_by_layer(tmp_path, load_both, variant, dtype, quantization):
+@pytest.mark.parametrize("variant", ["granite", "gemma3", "lfm2-biases", "qwen3_5", "qwen3_5-vision", "qwen3_5-moe"])
+def test_scales_states_and_gates_as_layer_by_layer(tmp_path, load_both, variant, dtype, quantization):
     path = tiny_decoders.write(tmp_path, variant)
     at_once, layer_by_layer = load_both(path, dtype, quantization)
     prompts = [[(7 * i * i + size) % 200 for i in range(size)] for size in (40, 2, 17)]
@@ -163,15 +163,87 @@ def test_scored_prompts_as_layer_by_layer(tiny_llama, tmp_path, load_both):
     assert [len(found) for found in at_once[0]] == [39, 1, 16]
 
 
+def batch_of(*prompts):
+    """The prompts, a block of the cache for each."""
+    params = ResolvedParams(temperature=0.0, max_tokens=1, seed=0)
+    entries = []
+    for number, ids in enumerate(prompts):
+        tables = {"block_table": [number], "window_table": [number]}
+        entries.append(ScheduledSequence(Sequence(0, number, ids, len(ids), params, frozenset(), **tables), len(ids)))
+    return make_batch(SchedulerOutput(tuple(entries)), 16)
+
+
+def compute(runner, batch):
+    """A copy of the results, which the next step overwrites."""
+    logits, best = runner.model.compute(batch, runner.target.spec.kernels.attention(batch, runner.cache))
+    return logits.clone(), best.logits.tolist(), best.token_ids.tolist()
+
+
+def forward(runner, batch):
+    return runner.model.forward(batch, runner.target.spec.kernels.attention(batch, runner.cache))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("variant", ["granite", "gemma3"])
+def test_logits_and_best_tokens_in_the_same_call(tmp_path, variant, quantization):
+    """As in three calls; of the rows with logits, also of none."""
+    runner = load(tiny_decoders.write(tmp_path, variant), quantization=quantization)
+    for prompts in ([[5], [6, 7, 8]], [[5] * 9], [[9], [5], [3, 4]], [[6, 7]]):
+        batch = batch_of(*prompts)
+        logits = runner.model.logits(forward(runner, batch))
+        best = runner.target.spec.kernels.best(logits)
+        found, *of_best = compute(runner, batch)
+        assert found.shape == (len(prompts), runner.info.vocab_size) and torch.equal(found, logits)
+        assert of_best == [best.logits.tolist(), best.token_ids.tolist()]
+    nothing = replace(batch, sample_rows=torch.empty(0, dtype=torch.int64))
+    assert [len(part) for part in compute(runner, nothing)] == [0, 0, 0]
+
+
+def test_given_embeddings_are_not_scaled(tmp_path):
+    """They take the places of their rows' tokens, and are scaled already."""
+    runner = load(tiny_decoders.write(tmp_path, "granite"))
+    weights = runner.model._decoder._weights
+    batch = batch_of([5, 6, 7])
+    expected, *best = compute(runner, batch)
+    of_six = weights.embedding[6] * weights.embedding_scale
+    given = replace(batch_of([5, 9, 7]), embeddings=EmbeddedRows(torch.tensor([1]), of_six[None]))
+    found, *of_found = compute(runner, given)
+    assert torch.equal(found, expected) and of_found == best
+
+
+@pytest.mark.parametrize("token_id", [-1, 200, 1 << 40])
+def test_a_token_that_has_no_embedding_is_refused(tiny_llama, tmp_path, token_id):
+    runner = load(tiny_llama.write(tmp_path / "plain", "plain"))
+    before, *_ = compute(runner, batch_of([5], [6]))
+    with pytest.raises(InvariantError, match="a token id outside of the 200 of the embedding"):
+        compute(runner, batch_of([5], [6, token_id]))
+    assert torch.equal(compute(runner, batch_of([5], [6]))[0], before)
+
+
+def test_memory_of_steps_is_used_again_until_it_is_released(tiny_llama, tmp_path):
+    """With as many rows the results are the same tensors; addresses are right after other steps, and after a sleep."""
+    runner = load(tiny_llama.write(tmp_path / "plain", "plain"))
+    products = runner.model._decoder._products
+    few, many = batch_of([5], [6]), batch_of([5, 6, 7, 8] * 4, [7] * 16, [9])
+    expected, *_ = compute(runner, few)
+    held = products.results.take(2, runner.info.vocab_size)
+    assert held is products.results.take(2, runner.info.vocab_size)
+    for between in (lambda: compute(runner, many), lambda: forward(runner, many), products.release):
+        between()
+        assert torch.equal(compute(runner, few)[0], expected)
+    assert products.results.take(2, runner.info.vocab_size) is not held
+    products.scratch.reserve("wide", 1 << 20, products.dtype)
+    assert torch.equal(compute(runner, few)[0], expected)
+    products.release()
+    assert products.results._latest is None and not len(products.results._memory)
+
+
 def test_more_output_rows_than_tokens_are_refused(tiny_llama, tmp_path):
     path = tiny_llama.write(tmp_path / "plain", "plain", hidden_size=96, intermediate_size=192)
     runner = load(path, quantization="int8")
-    params = ResolvedParams(temperature=0.0, max_tokens=1, seed=0)
-    entry = ScheduledSequence(Sequence(0, 0, [3], 1, params, frozenset(), block_table=[0]), 1)
-    batch = make_batch(SchedulerOutput((entry,)), runner.info.block_size)
-    many = replace(batch, sample_rows=torch.zeros(2, dtype=torch.int64))
+    many = replace(batch_of([3]), sample_rows=torch.zeros(2, dtype=torch.int64))
     with pytest.raises(InvariantError, match="a batch of 1 tokens has 2 output rows"):
-        runner.model.forward(many, runner.target.spec.kernels.attention(many, runner.cache))
+        forward(runner, many)
 
 
 def test_integers_and_other_weights_as_layer_by_layer(tiny_llama, tmp_path, load_both):
@@ -203,4 +275,4 @@ def test_the_attention_of_another_backend_is_refused(tiny_llama, tmp_path):
     path = tiny_llama.write(tmp_path / "plain", "plain", hidden_size=96, intermediate_size=192)
     decoder = load(path, quantization="int8").model._decoder
     with pytest.raises(InvariantError, match="the native decoder got another attention"):
-        decoder.forward(torch.zeros(1, 96), None, object.__new__(TorchAttention))
+        decoder.forward(batch_of([3]), object.__new__(TorchAttention))

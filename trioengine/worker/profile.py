@@ -60,13 +60,11 @@ def profile_steps(config: WorkerConfig, requests: int, prompt_len: int, output_l
 
 
 def _disjoint(parts: Mapping[str, ProfiledPart]) -> dict[str, ProfiledPart]:
-    """Subtract the seconds of the parts inside `layers` and `logits`; the rest is `other layers` and `other logits`."""
+    """Subtract the seconds of the operations inside the model; the rest is `other model`."""
     found = {name: replace(part) for name, part in parts.items()}
-    for whole, inner in (("layers", OPERATIONS), ("logits", ("head",))):
-        rest = found.pop(whole)
-        rest.seconds -= sum(found[name].seconds for name in inner if name in found)
-        found[f"other {whole}"] = rest
-    return found
+    rest = found.pop("model")
+    rest.seconds -= sum(found[name].seconds for name in OPERATIONS if name in found)
+    return found | {"other model": rest}
 
 
 class ProfiledSteps:
@@ -109,9 +107,8 @@ class ProfiledSteps:
                 states.copy(output.state_copies)
             batch = self._measure("batch", lambda: make_batch(output, self._spec.layout.block_size).to(model.device))
             attention = self._measure("batch", lambda: kernels.attention(batch, cache))
-            hidden = self._measure("layers", lambda: model.forward(batch, attention, states))
-            logits = self._measure("logits", lambda: model.logits(hidden))
-            sampled = self._measure("sampling", lambda: sample_all(logits, output.scheduled, kernels.best(logits)))
+            logits, best = self._measure("model", lambda: model.compute(batch, attention, states))
+            sampled = self._measure("sampling", lambda: sample_all(logits, output.scheduled, best))
         self._measure("scheduling", lambda: scheduler.update(output, sampled))
 
     def _measure(self, name: str, call: Callable[[], Result]) -> Result:

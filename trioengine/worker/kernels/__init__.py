@@ -1,4 +1,4 @@
-"""The kernels of a step: attention, norms, rotation, activation, and all layers of a decoder; one class a backend.
+"""The kernels of a step: attention, norms, rotation, activation, and all of a decoder; one class a backend.
 
 This module is their interface, with the parameters that models pass to them.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -169,12 +169,16 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All layers, the norm behind them, and the numbers that they share."""
+    """The embedding, all layers, the norm behind them, and the head; and the numbers that layers share."""
 
+    embedding: Tensor  # [vocab_size, hidden_size]
     layers: Sequence[DecoderLayer]
     norm: RMSNorm
+    head: Linear | None  # to logits in float32; None: an embedding model has none
     attention_scale: float  # of the products of queries and keys
+    embedding_scale: float = 1.0  # of the embeddings, before they are rounded to the dtype
     residual_scale: float = 1.0  # of all results of attention and MLPs
+    logits_scaling: float = 1.0  # divides the logits
     activation: Activation = Activation.SILU
 
     def residuals(self) -> Iterator[tuple[Residual, Residual]]:
@@ -187,17 +191,34 @@ class DecoderWeights:
             )
 
 
+class Computed(NamedTuple):
+    """The results of a step, until the next one."""
+
+    logits: Tensor  # [num_outputs, vocab_size], float32
+    best: Best
+
+    def first(self, rows: int) -> Computed:
+        """The results of the first output rows."""
+        return Computed(self.logits[:rows], Best(self.best.logits[:rows], self.best.token_ids[:rows]))
+
+
 class Decoder(Protocol):
-    """All layers of a model."""
+    """All of a model that computes tokens."""
 
-    def forward(
-        self, embeddings: Tensor, batch: ForwardBatch, attention: Attention, states: StateCache | None = None
-    ) -> Tensor:
-        """Compute the layers, and store their keys, values and states; the embeddings are consumed.
+    def forward(self, batch: ForwardBatch, attention: Attention, states: StateCache | None = None) -> Tensor:
+        """Compute the layers, and store their keys, values and states.
 
-        embeddings [num_tokens, hidden_size], dtype; `states`: of the layers that have them, in their order; returns the
-        normalized hidden states [num_outputs, hidden_size] of the batch's output rows, dtype.
+        `states`: of the layers that have them, in their order. Returns the normalized hidden states
+        [num_outputs, hidden_size] of the batch's output rows, dtype.
         """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits [num_rows, vocab_size], in float32, of rows that `forward` has returned."""
+        ...
+
+    def compute(self, batch: ForwardBatch, attention: Attention, states: StateCache | None = None) -> Computed:
+        """Compute as `forward` does, then the logits of all output rows, and their best tokens: the same bits."""
         ...
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trioengine.core.errors import InvariantError
 from trioengine.worker.kernels import Activation, Convolution, GatedDelta, Residual, RMSNorm, RotaryTable
-from trioengine.worker.kernels.batch import StateRows
+from trioengine.worker.kernels.batch import IntArray, StateRows
 
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 ACTIVATIONS: Mapping[Activation, int] = {Activation.SILU: 0, Activation.GELU_TANH: 1}  # as rows.h's
@@ -132,3 +133,10 @@ def address(tensor: Tensor, dtype: torch.dtype) -> int:
     if tensor.dtype != dtype or not tensor.is_contiguous():
         raise InvariantError(f"a native kernel got {tensor.dtype} in strides {tensor.stride()}, not {dtype} in a row")
     return tensor.data_ptr()
+
+
+def array_address(numbers: IntArray) -> int:
+    """The same of an array that can be written: a tensor of it would take as long as ten of these."""
+    if numbers.dtype != np.int64 or not numbers.flags.c_contiguous:
+        raise InvariantError(f"a native kernel got {numbers.dtype} in strides {numbers.strides}, not int64 in a row")
+    return ctypes.addressof(ctypes.c_char.from_buffer(numbers.data))

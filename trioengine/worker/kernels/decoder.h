@@ -1,5 +1,5 @@
-// All layers of a decoder in one parallel region, by the operations, and so with the bits, of the kernels that are called
-// one by one (native.cpp).
+// All of a decoder in one parallel region, by the operations, and so with the bits, of the kernels that are called one by
+// one (native.cpp).
 
 #pragma once
 
@@ -24,15 +24,29 @@ struct Layer {
 };
 
 struct Decoder {
+    const Element *embedding;  // [vocabulary, size]
+    int64_t vocabulary;
+    float embedding_scale;
     const Layer *layers;
     int64_t num_layers, kv_heads;
     Norm norm;    // of the embeddings
     float scale;  // of the scores
     Activation activation;
+    Weight head;  // without data: an embedding model
+    float logits_scaling;
+};
+
+// Of the output rows.
+struct Logits {
+    float *all;         // [outputs, outputs of the head]; null: no logits are computed
+    float *best;        // [outputs]
+    int64_t *best_ids;  // [outputs]
 };
 
 struct Step {
     int64_t tokens;
+    const int64_t *token_ids;                         // [tokens]
+    const Element *embeddings;                        // [tokens, size]; null: those of the token ids
     const int64_t *positions, *slots, *window_slots;  // [tokens]
     const Tile *tiles;
     int64_t num_tiles;
@@ -43,14 +57,15 @@ struct Step {
     StateRows state_rows;
     const int64_t *output_rows;  // [outputs]: the tokens that go through all of the last layer
     int64_t outputs;
-    Element *delta;  // [tokens, size]: the embeddings; then what is to be added to the hidden states
-    Element *out;    // [outputs, size]
+    Element *out;  // [outputs, size]
+    Logits logits;
 };
 
 // Room for all tokens.
 struct Scratch {
     Inputs inputs;
     float *hidden, *selected;  // [tokens, size]; of the output rows, as the last layer leaves them
+    Element *delta;            // [tokens, size]: the embeddings; then what is to be added to the hidden states
     Element *wide;             // queries, keys and values; inputs beside states; gates and what they multiply
     Element *narrow;           // the results that are prepared for the next product
     Routes routes;             // of a decoder with experts
@@ -58,7 +73,7 @@ struct Scratch {
     int64_t *times;            // the nanoseconds of each operation in all layers, added up; null: not measured
 };
 
-enum Operation { NORMS, QKV, ATTENTION, CONVOLUTION, DELTA, OUTPUT, GATE_UP, ACTIVATION, DOWN, ROUTER, ROUTING };
+enum Operation { NORMS, QKV, ATTENTION, CONVOLUTION, DELTA, OUTPUT, GATE_UP, ACTIVATION, DOWN, HEAD, BEST, ROUTER, ROUTING };
 
 // Each thread has one; the first thread's times count.
 class Watch {
@@ -81,9 +96,21 @@ class Watch {
 
 // All threads of the region call the functions below, share the rows among them, and wait for the last one.
 
-void clear(float *hidden, int64_t rows, int64_t size) {
+// The hidden states become the embeddings, whose norms are prepared for the first layer.
+void embed(const Decoder &d, const Step &s, int64_t size, const Scratch &scratch) {
+    const Weight &next = d.layers[0].qkv;
 #pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++) std::memset(hidden + r * size, 0, size * sizeof(float));
+    for (int64_t t = 0; t < s.tokens; t++) {
+        const bool is_given = s.embeddings != nullptr;
+        const Element *from = is_given ? s.embeddings + t * size : d.embedding + s.token_ids[t] * size;
+        Element *delta = scratch.delta + t * size, *out = scratch.narrow + t * size;
+        const float scale = is_given ? 1.0f : d.embedding_scale;
+        for_lanes(size, [&](int64_t i, int count) { store_lanes(delta + i, load(from + i, count) * scale, count); });
+        float *hidden = scratch.hidden + t * size;
+        std::memset(hidden, 0, size * sizeof *hidden);
+        add_row(hidden, delta, {{}, 1.0f, d.norm}, size, out);
+        prepare_row(out, t, next, scratch.inputs);
+    }
 }
 
 // `next`: the product of the result, or null.
@@ -222,14 +249,28 @@ void multiply(const Experts &experts, int64_t rows, Activation activation, Scrat
     watch.lap(ROUTING);
 }
 
-void decode_layers(const Decoder &d, const Step &s, Scratch &scratch) {
+// Of the output rows, which are prepared for the head.
+void compute_logits(const Decoder &d, const Step &s, const Inputs &x, Watch &watch) {
+    const auto [all, best, best_ids] = s.logits;
+    const int64_t size = d.head.outputs;
+    product(x, d.head, s.outputs, {nullptr, all});
+    watch.lap(HEAD);
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < s.outputs; r++) {
+        float *row = all + r * size;
+        if (d.logits_scaling != 1.0f) divide_row(row, size, d.logits_scaling);
+        best_ids[r] = best_place(row, size, best + r);
+    }
+    watch.lap(BEST);
+}
+
+void decode(const Decoder &d, const Step &s, Scratch &scratch) {
     const int64_t size = d.layers[0].qkv.inputs;
     const Inputs &x = scratch.inputs;
     const LayerCache *cache = s.caches;
     void *const *states = s.states;
     Watch watch(scratch.times);
-    clear(scratch.hidden, s.tokens, size);
-    add_rows(scratch.hidden, s.delta, {{}, 1.0f, d.norm}, s.tokens, size, scratch.narrow, &d.layers[0].qkv, scratch);
+    embed(d, s, size, scratch);
     watch.lap(NORMS);
     for (int64_t i = 0; i < d.num_layers; i++) {
         const Layer &layer = d.layers[i];
@@ -241,19 +282,21 @@ void decode_layers(const Decoder &d, const Step &s, Scratch &scratch) {
         const Operation mixer = mix(d, layer, s, cache, states, scratch);
         prepare_mixed(s, is_last, rows, size, layer.output, scratch);
         watch.lap(mixer);
-        product(x, layer.output, rows, {s.delta});
+        product(x, layer.output, rows, {scratch.delta});
         watch.lap(OUTPUT);
         const Weight &next = layer.experts.are_there() ? layer.experts.router : layer.gate_up;
-        add_rows(hidden, s.delta, layer.after_attention, rows, size, scratch.narrow, &next, scratch);
+        add_rows(hidden, scratch.delta, layer.after_attention, rows, size, scratch.narrow, &next, scratch);
         watch.lap(NORMS);
         if (layer.experts.are_there())
-            multiply(layer.experts, rows, d.activation, scratch, s.delta, watch);
+            multiply(layer.experts, rows, d.activation, scratch, scratch.delta, watch);
         else
-            multiply(layer, rows, d.activation, scratch, s.delta, watch);
+            multiply(layer, rows, d.activation, scratch, scratch.delta, watch);
         Element *out = is_last ? s.out : scratch.narrow;
-        add_rows(hidden, s.delta, layer.after_mlp, rows, size, out, is_last ? nullptr : &d.layers[i + 1].qkv, scratch);
+        const Weight *following = !is_last ? &d.layers[i + 1].qkv : s.logits.all != nullptr ? &d.head : nullptr;
+        add_rows(hidden, scratch.delta, layer.after_mlp, rows, size, out, following, scratch);
         watch.lap(NORMS);
     }
+    if (s.logits.all != nullptr) compute_logits(d, s, x, watch);
 }
 
 }  // namespace

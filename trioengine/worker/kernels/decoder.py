@@ -1,4 +1,4 @@
-"""A decoder's layers, one operation after the other: the reference."""
+"""A decoder, one operation after the other: the reference."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from itertools import count
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from trioengine.core.errors import InvariantError
 from trioengine.hub.model_config import TextConfig
 from trioengine.worker.kernels import (
     Attention,
+    Computed,
     DecoderLayer,
     DecoderWeights,
     Experts,
@@ -31,10 +33,9 @@ class LayerByLayer:
     def __init__(self, kernels: Kernels, config: TextConfig, weights: DecoderWeights) -> None:
         self._kernels, self._config, self._weights = kernels, config, weights
 
-    def forward(
-        self, embeddings: Tensor, batch: ForwardBatch, attention: Attention, states: StateCache | None = None
-    ) -> Tensor:
+    def forward(self, batch: ForwardBatch, attention: Attention, states: StateCache | None = None) -> Tensor:
         kernels, weights = self._kernels, self._weights
+        embeddings = embed(weights, batch)
         kv_layers, parts = count(), iter(states.parts if states is not None else ())
         adapters = batch.adapters
         hidden = torch.zeros_like(embeddings, dtype=torch.float32)
@@ -49,10 +50,17 @@ class LayerByLayer:
                 hidden, mixed = (rows.index_select(0, batch.output_rows) for rows in (hidden, mixed))
                 adapters = None if adapters is None else adapters.select(batch.output_rows)
             normed = kernels.add(hidden, _multiply(layer.output, mixed, adapters), after_attention)
-            normed = kernels.add(hidden, self._compute(layer.mlp, normed, adapters), after_mlp)
+            normed = kernels.add(hidden, self._multiply_all(layer.mlp, normed, adapters), after_mlp)
         return normed
 
-    def _compute(self, mlp: GatedMLP | Experts, x: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        return logits(self._weights, hidden)
+
+    def compute(self, batch: ForwardBatch, attention: Attention, states: StateCache | None = None) -> Computed:
+        computed = self.logits(self.forward(batch, attention, states))
+        return Computed(computed, self._kernels.best(computed))
+
+    def _multiply_all(self, mlp: GatedMLP | Experts, x: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
         """`adapters` do not change experts."""
         if isinstance(mlp, Experts):
             return self._mix(mlp, x)
@@ -65,7 +73,7 @@ class LayerByLayer:
         results = x.new_empty((*chosen.shape, x.shape[1]))
         for expert in sorted(set(chosen.flatten().tolist())):
             places = chosen == expert
-            results[places] = self._compute(experts.mlps[expert], x[places.any(dim=1)])
+            results[places] = self._multiply_all(experts.mlps[expert], x[places.any(dim=1)])
         return self._kernels.mix(results, weights)
 
     def _with_states(self, layer: DecoderLayer, inputs: Tensor, batch: ForwardBatch, parts: Iterator[Tensor]) -> Tensor:
@@ -104,6 +112,24 @@ class LayerByLayer:
         pairs = qkv[:, : 2 * queries * size].view(-1, queries, 2, size)
         keys_values = qkv[:, 2 * queries * size :]
         return torch.cat([pairs[:, :, 0].flatten(1), keys_values], dim=1), pairs[:, :, 1].flatten(1)
+
+
+def embed(weights: DecoderWeights, batch: ForwardBatch) -> Tensor:
+    """The embeddings [num_tokens, hidden_size] of the batch."""
+    embeddings = F.embedding(batch.token_ids, weights.embedding)
+    if weights.embedding_scale != 1.0:
+        embeddings.mul_(weights.embedding_scale)
+    if batch.embeddings is not None:
+        embeddings.index_copy_(0, batch.embeddings.rows, batch.embeddings.values)
+    return embeddings
+
+
+def logits(weights: DecoderWeights, hidden: Tensor) -> Tensor:
+    """The logits of normalized hidden states. Raises InvariantError for an embedding model."""
+    if weights.head is None:
+        raise InvariantError("logits of an embedding model, which has no head")
+    products = weights.head(hidden)
+    return products if weights.logits_scaling == 1.0 else products.div_(weights.logits_scaling)
 
 
 def _multiply(linear: Linear, x: Tensor, adapters: AdaptedRows | None) -> Tensor:

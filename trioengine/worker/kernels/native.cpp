@@ -104,9 +104,13 @@ void mix(const Element *results, const int64_t *places, const float *weights, in
 
 // ---- called by native_decoder.py ----
 
-void decode(const Decoder *d, const Step *s, Scratch *scratch) {
+// Returns whether all token ids are in the vocabulary: computes nothing otherwise.
+int64_t decode(const Decoder *d, const Step *s, Scratch *scratch) {
+    for (int64_t t = 0; t < s->tokens; t++)
+        if (s->token_ids[t] < 0 || s->token_ids[t] >= d->vocabulary) return false;
 #pragma omp parallel
-    decode_layers(*d, *s, *scratch);
+    decode(*d, *s, *scratch);
+    return true;
 }
 
 }  // extern "C"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trioengine.core.errors import InvariantError
-from trioengine.worker.kernels.addresses import address, window_size
+from trioengine.worker.kernels.addresses import address, array_address, window_size
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.kv_cache import KVCache, KVOrder
 from trioengine.worker.kernels.products import Products
@@ -53,9 +53,9 @@ class NativeAttention:
         self._cache = cache  # the memory at the addresses
         self._num_kv_heads = cache.layout.num_kv_heads
         self.caches = caches
-        self.slots, self.tables = batch.slot_mapping, torch.from_numpy(batch.block_tables)
+        self.slots, self.tables, self.width = batch.slot_mapping, batch.block_tables, batch.block_tables.shape[1]
         in_windows = batch.in_windows() if any(cache.windowed) else batch
-        self.window_slots, self.window_tables = in_windows.slot_mapping, torch.from_numpy(in_windows.block_tables)
+        self.window_slots, self.window_tables = in_windows.slot_mapping, in_windows.block_tables
         contexts = batch.context_lens.tolist()
         self._tiles = _tiles(batch.query_lens.tolist(), contexts, library.tile_size)
         self.tiles_address, self.num_tiles = self._tiles.buffer_info()[0], len(self._tiles) // _TILE_FIELDS
@@ -81,8 +81,8 @@ class NativeAttention:
             at,
             kv_heads,
             cache,
-            tables.data_ptr(),
-            tables.shape[1],
+            array_address(tables),
+            self.width,
             self.tiles_address,
             self.num_tiles,
             scale,

@@ -1,4 +1,4 @@
-"""All layers of a decoder in one call a step (decoder.h)."""
+"""All of a decoder in one call a step (decoder.h)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trioengine.core.errors import InvariantError
 from trioengine.hub.model_config import TextConfig
-from trioengine.worker.kernels import Attention, Decoder, DecoderLayer, DecoderWeights, GatedMLP, Residual
+from trioengine.worker.kernels import Attention, Computed, DecoderLayer, DecoderWeights, GatedMLP, Residual
 from trioengine.worker.kernels.addresses import (
     ACTIVATIONS,
     ConvolutionAddress,
@@ -21,6 +21,7 @@ from trioengine.worker.kernels.addresses import (
     RotaryAddress,
     StateRowsAddress,
     address,
+    array_address,
     convolution_address,
     delta_address,
     norm_address,
@@ -30,7 +31,7 @@ from trioengine.worker.kernels.addresses import (
     window_size,
 )
 from trioengine.worker.kernels.batch import ForwardBatch
-from trioengine.worker.kernels.decoder import has_states, state_rows
+from trioengine.worker.kernels.decoder import LayerByLayer, embed, has_states, logits, state_rows
 from trioengine.worker.kernels.native_attention import NativeAttention
 from trioengine.worker.kernels.native_experts import ExpertsAddress, NativeExperts, RoutesAddress, reserve_routes
 from trioengine.worker.kernels.products import InputsAddress, NativeLinear, Profile, WeightAddress
@@ -38,9 +39,9 @@ from trioengine.worker.kernels.state_cache import StateCache
 
 _WEIGHTS = ("qkv", "output", "gate_up", "down")
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_OF_ALL = ("norms", "qkv", "attention", "convolution", "delta", "output", "gate_up", "activation", "down")
+_OF_LAYERS = ("norms", "qkv", "attention", "convolution", "delta", "output", "gate_up", "activation", "down")
 _OF_EXPERTS = ("router", "routing")
-OPERATIONS = (*_OF_ALL, *_OF_EXPERTS)  # as decoder.h's; a model has some of them
+OPERATIONS = (*_OF_LAYERS, "head", "best", *_OF_EXPERTS)  # as decoder.h's; a model has some of them
 FUNCTIONS: Mapping[str, tuple[type, ...]] = {"decode": (_ADDRESS, _ADDRESS, _ADDRESS)}
 
 
@@ -65,18 +66,29 @@ class _Layer(ctypes.Structure):
 
 class _Decoder(ctypes.Structure):
     _fields_ = (
+        ("embedding", _ADDRESS),
+        ("vocabulary", _COUNT),
+        ("embedding_scale", _FLOAT),
         ("layers", _ADDRESS),
         ("num_layers", _COUNT),
         ("kv_heads", _COUNT),
         ("norm", NormAddress),
         ("scale", _FLOAT),
         ("activation", _COUNT),
+        ("head", WeightAddress),
+        ("logits_scaling", _FLOAT),
     )
+
+
+class _Logits(ctypes.Structure):
+    _fields_ = (("all", _ADDRESS), ("best", _ADDRESS), ("best_ids", _ADDRESS))
 
 
 class _Step(ctypes.Structure):
     _fields_ = (
         ("tokens", _COUNT),
+        ("token_ids", _ADDRESS),
+        ("embeddings", _ADDRESS),
         ("positions", _ADDRESS),
         ("slots", _ADDRESS),
         ("window_slots", _ADDRESS),
@@ -90,8 +102,8 @@ class _Step(ctypes.Structure):
         ("state_rows", StateRowsAddress),
         ("output_rows", _ADDRESS),
         ("outputs", _COUNT),
-        ("delta", _ADDRESS),
         ("out", _ADDRESS),
+        ("logits", _Logits),
     )
 
 
@@ -100,6 +112,7 @@ class _Scratch(ctypes.Structure):
         ("inputs", InputsAddress),
         ("hidden", _ADDRESS),
         ("selected", _ADDRESS),
+        ("delta", _ADDRESS),
         ("wide", _ADDRESS),
         ("narrow", _ADDRESS),
         ("routes", RoutesAddress),
@@ -128,7 +141,7 @@ class _Products:
         weights = (self.of_all[name].address if name in self.of_all else WeightAddress() for name in _WEIGHTS)
         return *weights, ExpertsAddress() if self.experts is None else self.experts.address
 
-    def computed(self, tokens: int, outputs: int) -> Iterator[tuple[str, NativeLinear, int]]:
+    def rows(self, tokens: int, outputs: int) -> Iterator[tuple[str, NativeLinear, int]]:
         """The products of the last step, with their names and rows: all tokens' in the first product only."""
         for name, product in self.of_all.items():
             yield name, product, tokens if name == "qkv" else outputs
@@ -156,7 +169,7 @@ def _state_dtypes(layer: DecoderLayer, dtype: torch.dtype) -> tuple[torch.dtype,
 class NativeDecoder:
     """The results have the same bits as LayerByLayer's. For one thread at a time."""
 
-    def __init__(self, config: TextConfig, weights: DecoderWeights, layer_by_layer: Decoder) -> None:
+    def __init__(self, config: TextConfig, weights: DecoderWeights, layer_by_layer: LayerByLayer) -> None:
         """`weights` has native linear layers only, all of the same Products; `layer_by_layer` is for adapters."""
         self._weights = weights  # the memory at the addresses
         self._layer_by_layer = layer_by_layer
@@ -166,59 +179,87 @@ class NativeDecoder:
         self._num_kv_layers = sum(not has_states(layer) for layer in weights.layers)
         self._state_dtypes = [dtype for layer in weights.layers for dtype in _state_dtypes(layer, self._products.dtype)]
         self._layers = (_Layer * len(products))(*map(self._layer, weights.layers, products, weights.residuals()))
+        self._head = cast("NativeLinear | None", weights.head)
         self._decoder = _Decoder(
+            address(weights.embedding, self._products.dtype),
+            len(weights.embedding),
+            weights.embedding_scale,
             ctypes.addressof(self._layers),
             len(products),
             config.num_kv_heads,
             norm_address(weights.layers[0].attention_norm),
             weights.attention_scale,
             ACTIVATIONS[weights.activation],
+            WeightAddress() if self._head is None else self._head.address,
+            weights.logits_scaling,
         )
         self._size = config.hidden_size
+        self._room, self._room_tokens, self._room_version = _Scratch(), 0, -1  # of the latest steps, to be used again
         self._experts = [layer.experts for layer in products if layer.experts is not None]
         self._of_all = _Widths([product for layer in products for product in layer.of_all.values()])
         self._of_experts = _Widths([product for each in self._experts for product in (*each.gate_up, *each.down)])
 
-    def forward(
-        self, embeddings: Tensor, batch: ForwardBatch, attention: Attention, states: StateCache | None = None
-    ) -> Tensor:
+    def forward(self, batch: ForwardBatch, attention: Attention, states: StateCache | None = None) -> Tensor:
+        if batch.adapters is not None:
+            return self._layer_by_layer.forward(batch, attention, states)
+        hidden = torch.empty((len(batch.output_rows), self._size), dtype=self._products.dtype)
+        self._decode(batch, attention, states, hidden.data_ptr(), _Logits())
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return logits(self._weights, hidden)
+
+    def compute(self, batch: ForwardBatch, attention: Attention, states: StateCache | None = None) -> Computed:
+        if batch.adapters is not None or self._head is None:
+            return self._layer_by_layer.compute(batch, attention, states)
+        products, rows = self._products, len(batch.output_rows)
+        hidden = products.scratch.reserve("outputs", rows * self._size, products.dtype)
+        computed = products.results.take(rows, self._head.out_features)
+        best = computed.best
+        addresses = _Logits(computed.logits.data_ptr(), best.logits.data_ptr(), best.token_ids.data_ptr())
+        self._decode(batch, attention, states, hidden, addresses)
+        return computed
+
+    def _decode(
+        self, batch: ForwardBatch, attention: Attention, states: StateCache | None, out: int, logits: _Logits
+    ) -> None:
+        """`out`: the address of room for hidden states of the output rows."""
         if not isinstance(attention, NativeAttention):
             raise InvariantError(f"the native decoder got another attention: {attention!r}")
-        if batch.adapters is not None:
-            return self._layer_by_layer.forward(embeddings, batch, attention, states)
-        tokens, size = embeddings.shape
-        rows, dtype = batch.output_rows, self._products.dtype
+        tokens, rows, dtype = len(batch.token_ids), batch.output_rows, self._products.dtype
         if len(rows) > tokens:
             raise InvariantError(f"a batch of {tokens} tokens has {len(rows)} output rows")
         if len(attention.caches) != self._num_kv_layers:
             raise InvariantError(f"a KV cache of {len(attention.caches)} layers for {self._num_kv_layers}")
         state_addresses = self._state_addresses(states)
-        result = embeddings.new_empty((len(rows), size))
+        embeddings = None if batch.embeddings is None else embed(self._weights, batch)
         step = _Step(
             tokens,
+            address(batch.token_ids, torch.int64),
+            None if embeddings is None else address(embeddings, dtype),
             address(batch.positions, torch.int64),
             address(attention.slots, torch.int64),
             address(attention.window_slots, torch.int64),
             attention.tiles_address,
             attention.num_tiles,
-            address(attention.tables, torch.int64),
-            address(attention.window_tables, torch.int64),
-            attention.tables.shape[1],
+            array_address(attention.tables),
+            array_address(attention.window_tables),
+            attention.width,
             ctypes.addressof(attention.caches),
             ctypes.addressof(state_addresses),
             state_rows_address(state_rows(batch) if self._state_dtypes else None),
             address(rows, torch.int64),
             len(rows),
-            address(embeddings, dtype),
-            result.data_ptr(),
+            out,
+            logits,
         )
         profile = self._products.profile
         times = None if profile is None else (_COUNT * len(OPERATIONS))()
         scratch = self._reserve(tokens, attention, None if times is None else ctypes.addressof(times))
-        self._products.native.decode(ctypes.byref(self._decoder), ctypes.byref(step), ctypes.byref(scratch))
+        if not self._products.native.decode(ctypes.byref(self._decoder), ctypes.byref(step), ctypes.byref(scratch)):
+            raise InvariantError(f"a token id outside of the {self._decoder.vocabulary} of the embedding")
         if profile is not None and times is not None:
             self._add_times(profile, times, tokens, len(rows))
-        return result
 
     def _state_addresses(self, states: StateCache | None) -> ctypes.Array[ctypes.c_void_p]:
         """The parts of the states, layer by layer."""
@@ -249,14 +290,24 @@ class NativeDecoder:
         computed: dict[str, list[tuple[NativeLinear, int]]] = {}
         for layer in self._layer_products:
             rows = outputs if layer is self._layer_products[-1] else tokens
-            for name, product, count in layer.computed(tokens, rows):
+            for name, product, count in layer.rows(tokens, rows):
                 computed.setdefault(name, []).append((product, count))
+        if self._head is not None:
+            computed["head"] = [(self._head, outputs)]
         for name, nanoseconds in zip(OPERATIONS, times, strict=True):
             if nanoseconds:
                 profile.add_product(name, nanoseconds / 1e9, computed.get(name, ()))
 
     def _reserve(self, tokens: int, attention: NativeAttention, times: int | None) -> _Scratch:
         """Room for a step with so many tokens, and the address of its times."""
+        sums = attention.reserve_sums()
+        if tokens > self._room_tokens or self._room_version != self._products.scratch.version:
+            self._room, self._room_tokens = self._rooms(tokens), tokens
+            self._room_version = self._products.scratch.version
+        self._room.sums, self._room.times = sums, times
+        return self._room
+
+    def _rooms(self, tokens: int) -> _Scratch:
         scratch, dtype = self._products.scratch, self._products.dtype
         places = max((each.num_places(tokens) for each in self._experts), default=0)
         wide = max(tokens * self._of_all.outputs, places * self._of_experts.outputs)
@@ -265,9 +316,8 @@ class NativeDecoder:
             scratch.reserve_inputs(max(tokens, places), max(self._of_all.inputs, self._of_experts.inputs)),
             scratch.reserve("hidden", tokens * self._size, torch.float32),
             scratch.reserve("selected", tokens * self._size, torch.float32),
+            scratch.reserve("delta", tokens * self._size, dtype),
             scratch.reserve("wide", wide, dtype),
             scratch.reserve("narrow", narrow, dtype),
             reserve_routes(scratch, self._experts, tokens) if self._experts else RoutesAddress(),
-            attention.reserve_sums(),
-            times,
         )

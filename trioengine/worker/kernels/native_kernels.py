@@ -107,7 +107,7 @@ class NativeKernels:
             function.argtypes, function.restype = types, None
         for number in (self.native.sums_size, self.native.cache_order):
             number.argtypes, number.restype = (), _COUNT
-        self.native.shares_segments.restype = _COUNT
+        self.native.shares_segments.restype = self.native.decode.restype = _COUNT
         self.cache_order = KVOrder(self.native.cache_order())
         self.products = Products(self.native, dtype)
         self._caches: WeakKeyDictionary[KVCache, ctypes.Array[LayerCacheAddress]] = WeakKeyDictionary()

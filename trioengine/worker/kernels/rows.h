@@ -128,6 +128,10 @@ ONE_COPY void gated_row(const Element *gates, int64_t size, Activation activatio
     });
 }
 
+ONE_COPY void divide_row(float *x, int64_t size, float by) {
+    for_lanes(size, [&](int64_t i, int count) { store_lanes(x + i, load(x + i, count) / by, count); });
+}
+
 // Returns the place of the first nan, or else of the first largest number, and writes that number. `size` is 1 or more.
 ONE_COPY int64_t best_place(const float *x, int64_t size, float *largest_number) {
     constexpr int64_t PART = 1024;  // numbers that stay in the first cache

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trioengine.hub.model_config import ModelConfig
-from trioengine.worker.kernels import Attention, Kernels
+from trioengine.worker.kernels import Attention, Computed, Kernels
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.state_cache import StateCache
 from trioengine.worker.weights.checkpoint import WeightReader
@@ -37,6 +37,10 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [num_rows, vocab_size], in float32, of hidden states [num_rows, hidden_size]."""
+        ...
+
+    def compute(self, batch: ForwardBatch, attention: Attention, states: StateCache | None = None) -> Computed:
+        """Compute the batch, the logits of its `output_rows`, and their best tokens."""
         ...
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -43,16 +45,12 @@ class Gemma3Model(LlamaModel):
         )
 
     def decoder_weights(self, layers: list[DecoderLayer], norm: RMSNorm) -> DecoderWeights:
-        return DecoderWeights(
-            layers,
-            add_one(norm),
+        return replace(
+            super().decoder_weights(layers, add_one(norm)),
             attention_scale=self.config.query_pre_attn_scalar**-0.5,
+            embedding_scale=torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item(),  # as transformers
             activation=Activation.GELU_TANH,
         )
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        scale = torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item()  # rounded, as by transformers
-        return super().embed(token_ids).mul_(scale)
 
 
 def add_one(norm: RMSNorm) -> RMSNorm:

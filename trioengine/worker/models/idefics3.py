@@ -22,7 +22,7 @@ from trioengine.hub.idefics3_config import (
     Idefics3Config,
     VisionConfig,
 )
-from trioengine.worker.kernels import Attention, Kernels
+from trioengine.worker.kernels import Attention, Computed, Kernels
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.linear import Linear
 from trioengine.worker.kernels.state_cache import StateCache
@@ -52,6 +52,10 @@ class Idefics3Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """As LlamaModel's."""
         return self._text.logits(hidden)
+
+    def compute(self, batch: ForwardBatch, attention: Attention, states: StateCache | None = None) -> Computed:
+        """As LlamaModel's."""
+        return self._text.compute(batch, attention, states)
 
     def encode(self, tiles: Tensor) -> Tensor:
         """The embeddings [num_tiles, tokens_per_tile, hidden_size] of uint8 tiles [num_tiles, 3, size, size]."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from trioengine.core.errors import InvariantError
 from trioengine.hub.experts_config import ExpertsShape
 from trioengine.hub.llama_config import FREQUENCY_DIVISORS, LlamaConfig
 from trioengine.worker.kernels import (
     Attention,
+    Computed,
     DecoderLayer,
     DecoderWeights,
     Experts,
@@ -133,25 +132,20 @@ class LlamaModel:
         return reader.mlp()
 
     def decoder_weights(self, layers: list[DecoderLayer], norm: RMSNorm) -> DecoderWeights:
-        """Add the numbers that all layers share."""
-        return DecoderWeights(layers, norm, attention_scale=self.config.head_dim**-0.5)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """The embeddings [num_tokens, hidden_size] of token ids [num_tokens]."""
-        return F.embedding(token_ids, self._embedding)
+        """Add the embedding, the head, and the numbers that all layers share."""
+        return DecoderWeights(self._embedding, layers, norm, self._head, attention_scale=self.config.head_dim**-0.5)
 
     def forward(self, batch: ForwardBatch, attention: Attention, states: StateCache | None = None) -> Tensor:
         """Compute the batch, and store its keys, values and states: hidden states [num_rows, hidden_size]."""
-        embeddings = self.embed(batch.token_ids)
-        if batch.embeddings is not None:
-            embeddings.index_copy_(0, batch.embeddings.rows, batch.embeddings.values)
-        return self._decoder.forward(embeddings, batch, attention, states)
+        return self._decoder.forward(batch, attention, states)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [num_rows, vocab_size], in float32, of rows that `forward` has returned."""
-        if self._head is None:
-            raise InvariantError("logits of an embedding model, which has no head")
-        return self._head(hidden)
+        return self._decoder.logits(hidden)
+
+    def compute(self, batch: ForwardBatch, attention: Attention, states: StateCache | None = None) -> Computed:
+        """Compute the batch as `forward` does, the logits of its output rows, and their best tokens."""
+        return self._decoder.compute(batch, attention, states)
 
 
 Model: ModelFactory = LlamaModel

@@ -9,28 +9,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from trioengine.hub.model_config import TextConfig
-from trioengine.worker.kernels import Kernels, RecordableKernels
+from trioengine.worker.kernels import Computed, Kernels, RecordableKernels
 from trioengine.worker.kernels.batch import ForwardBatch, Padding, make_batch
-from trioengine.worker.kernels.best_tokens import Best
 from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.models import Model
 from trioengine.worker.scheduling.sequence import SchedulerOutput
 
 logger = logging.getLogger("trioengine")
 _MOST_SEQUENCES = 512  # of a graph: larger steps keep a GPU busy without
-
-
-class Computed(NamedTuple):
-    """The results of a step, until the next one."""
-
-    logits: Tensor  # [num_samples, vocab_size], float32
-    best: Best
 
 
 Replay: TypeAlias = Callable[[ForwardBatch], Computed]
@@ -123,7 +115,6 @@ class CudaGraphs:
             packed.copy_(step.packed)
             attention.lay_out(step)
             graph.replay()
-            count = step.num_samples
-            return Computed(logits[:count], Best(best.logits[:count], best.token_ids[:count]))
+            return Computed(logits, best).first(step.num_samples)
 
         return replay

@@ -51,11 +51,5 @@ class DraftModel:
     def _next(self, output: SchedulerOutput) -> list[int]:
         loaded = self.loaded
         batch = make_batch(output, loaded.spec.layout.block_size, loaded.padding)
-        computed = loaded.replay(batch)
-        if computed is not None:
-            best = computed.best
-        else:
-            logits = loaded.model.logits(loaded.forward(batch)[: batch.num_samples])
-            best = loaded.spec.kernels.best(logits)
-        token_ids: list[int] = best.token_ids.tolist()
+        token_ids: list[int] = loaded.compute(batch).best.token_ids.tolist()
         return token_ids

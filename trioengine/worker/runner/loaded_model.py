@@ -10,12 +10,12 @@ from torch import Tensor
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.power import Tag
-from trioengine.worker.kernels import RecordableKernels
+from trioengine.worker.kernels import Attention, Computed, RecordableKernels
 from trioengine.worker.kernels.batch import ForwardBatch, Padding
 from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.kernels.state_cache import StateCache
 from trioengine.worker.models import Model
-from trioengine.worker.runner.cuda_graphs import Computed, CudaGraphs, graph_sizes
+from trioengine.worker.runner.cuda_graphs import CudaGraphs, graph_sizes
 from trioengine.worker.runner.kernel_choice import StepGraphs
 from trioengine.worker.runner.model_spec import ModelSpec
 from trioengine.worker.runner.model_weights import ModelWeights
@@ -63,8 +63,19 @@ class LoadedModel:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Compute a batch kernel by kernel: hidden states of its `output_rows`."""
+        return self.model.forward(*self._inputs(batch))
+
+    def compute(self, batch: ForwardBatch) -> Computed:
+        """Compute a batch, which is in host memory, by a graph if there is one: the logits of its samples."""
+        computed = self.replay(batch)
+        if computed is not None:
+            return computed
+        computed = self.model.compute(*self._inputs(batch))
+        return computed.first(batch.num_samples) if batch.num_padding else computed
+
+    def _inputs(self, batch: ForwardBatch) -> tuple[ForwardBatch, Attention, StateCache | None]:
         batch = batch.to(self.model.device)
-        return self.model.forward(batch, self.spec.kernels.attention(batch, self.cache), self.states)
+        return batch, self.spec.kernels.attention(batch, self.cache), self.states
 
     def record_next(self) -> bool:
         """Record one more graph, if any is missing; returns whether there was one."""

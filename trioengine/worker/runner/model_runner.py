@@ -112,15 +112,14 @@ class TorchModelRunner:
             batch = make_batch(output, self.info.block_size, target.padding, self._adapters)
             if self.draft_model is not None:
                 self.draft_model.follow(output, batch)
-            if (computed := target.replay(batch)) is not None:
-                return sample_all(computed.logits, output.scheduled, computed.best)
-            hidden = target.forward(batch)
             if self.info.embeds:
-                return embed_all(hidden, output.scheduled)
-            logits = model.logits(hidden[: batch.num_samples])
-            sampled = sample_all(logits, output.scheduled, target.spec.kernels.best(logits))
+                return embed_all(target.forward(batch), output.scheduled)
             if batch.score_rows is None:
-                return sampled
+                logits, best = target.compute(batch)
+                return sample_all(logits, output.scheduled, best)
+            hidden = target.forward(batch)
+            logits = model.logits(hidden[: batch.num_samples])
+            sampled = sample_all(logits, output.scheduled)
             return with_scores(output, sampled, hidden[batch.num_samples :], model.logits, self.info.vocab_size)
 
     def prepare(self) -> bool:
