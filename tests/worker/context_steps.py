@@ -3,15 +3,16 @@
 Usage, with the root in PYTHONPATH: python tests/worker/context_steps.py MODEL [CONTEXT] [STEPS]
 
 The context's keys and values are ones, in neighbouring blocks. The same token is decoded over and over, without a
-profile for the time of a step, and with one for its parts; before each step memory is read in its order, because its
-rate changes from second to second on some hosts.
+profile for the time of a step, and with one for its parts. Before each step memory is read in its order, because its
+rate changes from second to second on some hosts: steps are put together by that rate before and behind them.
 """
 
 import ctypes
 import statistics
 import sys
 import time
-from itertools import chain
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,13 +22,14 @@ from trioengine.core.power import ALL_TAGS
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.huge_pages import reserve
 from trioengine.worker.kernels.native_decoder import OPERATIONS
-from trioengine.worker.kernels.products import Profile
+from trioengine.worker.kernels.products import Profile, ProfiledPart
 from trioengine.worker.roof import load_roof
 from trioengine.worker.runner.loaded_model import LoadedModel
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.runner.model_spec import ModelSpec
 
 MEMORY = 128 << 20  # bytes
+LEAST = 10  # steps of a state
 
 
 def make_step(context: int, block_size: int) -> ForwardBatch:
@@ -37,7 +39,7 @@ def make_step(context: int, block_size: int) -> ForwardBatch:
     return ForwardBatch(row, last, last, row, blocks, np.ones(1, int), np.full(1, context), 1, block_size)
 
 
-def main(path: str, context: int = 7950, steps: int = 60) -> None:
+def main(path: str, context: int = 7950, steps: int = 300) -> None:
     spec = ModelSpec.read(WorkerConfig(model_path=path, max_model_len=context + 1))
     runner = TorchModelRunner(LoadedModel(spec, lambda done, total: None))
     runner.wake(ALL_TAGS)
@@ -45,31 +47,53 @@ def main(path: str, context: int = 7950, steps: int = 60) -> None:
         layer[:, : -(-context // spec.layout.block_size)] = 1
     products, native = spec.kernels.products, load_roof()
     memory = reserve(MEMORY).fill_(1)
-    totals, reads, parts = [], [], []
     batch = make_step(context, spec.layout.block_size)
+    measured = []
     for profile in chain.from_iterable((None, Profile()) for _ in range(steps)):
         began = time.perf_counter()
         native.read(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(MEMORY // 4))
-        reads.append(MEMORY / (time.perf_counter() - began) / 1e9)
+        rate = MEMORY / (time.perf_counter() - began) / 1e9
         products.profile = profile
         with torch.inference_mode():
             began = time.perf_counter()
             attention = spec.kernels.attention(batch, runner.cache)
             runner.model.compute(batch, attention, runner.states)
-        if profile is None:
-            totals.append(time.perf_counter() - began)
-        else:
-            parts.append(profile.parts)
-    weights = sum(part.weight_bytes for part in parts[0].values())
+        measured.append(Measured(rate, time.perf_counter() - began, None if profile is None else profile.parts))
     cache = len(runner.cache.layers) * context * spec.layout.token_bytes
-    seconds = statistics.median(totals[1:])
-    print(f"{1e3 * seconds:.2f} ms: {(weights + cache) / seconds / 1e9:.1f} GB/s of {weights / 1e6:.0f} MB of weights "
-          f"and {cache / 1e6:.0f} MB of keys and values; memory {statistics.median(reads):.1f} GB/s")  # fmt: skip
+    same = [step for step, behind in pairwise(measured) if state_of(step) == state_of(behind)]
+    for state in sorted({state_of(step) for step in same}):
+        report(state, [step for step in same if state_of(step) == state], cache)
+
+
+class Measured(NamedTuple):
+    """A step, and the rate of memory before it, in GB/s."""
+
+    memory: float
+    seconds: float
+    parts: dict[str, ProfiledPart] | None  # None: it had no profile
+
+
+def state_of(step: Measured) -> int:
+    """The state of the host's memory: its rate, in tens of GB/s."""
+    return round(step.memory / 10)
+
+
+def report(state: int, measured: list[Measured], cache: int) -> None:
+    """Print medians of steps in this state, before and behind them; `cache`: bytes of keys and values."""
+    plain, parts = ([step for step in measured if (step.parts is None) is each] for each in (True, False))
+    if min(len(plain), len(parts)) < LEAST:
+        return
+    weights = sum(part.weight_bytes for part in parts[0].parts.values())
+    seconds, memory = (statistics.median(getattr(each, name) for each in plain) for name in ("seconds", "memory"))
+    share = statistics.median((weights + cache) / each.seconds / each.memory / 1e9 for each in plain)
+    print(f"{len(plain)} steps with memory at {memory:.1f} GB/s: {1e3 * seconds:.2f} ms, "
+          f"{(weights + cache) / seconds / 1e9:.1f} GB/s, {share:.0%} "
+          f"({weights / 1e6:.0f} MB of weights, {cache / 1e6:.0f} MB of keys and values)")  # fmt: skip
     for name in OPERATIONS:
-        if name in parts[0]:
-            median = statistics.median(each[name].seconds for each in parts[1:])
-            size = cache if name == "attention" else parts[0][name].weight_bytes
-            print(f"  {name}: {1e3 * median:.2f} ms, {size / median / 1e9:.1f} GB/s")
+        if name in parts[0].parts:
+            median = statistics.median(each.parts[name].seconds for each in parts)
+            size = cache if name == "attention" else parts[0].parts[name].weight_bytes
+            print(f"  {name}: {1e3 * median:.2f} ms" + (f", {size / median / 1e9:.1f} GB/s" if size else ""))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 import random
 from dataclasses import replace
+from functools import partialmethod
 
 import pytest
 import torch
 from helpers import tiny_decoders
+from helpers.native_shapes import LESS
 from helpers.tiny_gguf import write_gguf
 from helpers.torch_driver import load, needs_compiler
 from quality import logits_of
@@ -114,6 +116,21 @@ def test_threads_share_long_contexts(tiny_llama, tmp_path, load_both, dtype, qua
         assert same(answers(at_once, prompts, lengths, **limits)[0], expected)
         assert "segment_sums" in at_once.model._decoder._products.scratch._tensors
         at_once.model._decoder._products.scratch.release()
+
+
+@pytest.mark.parametrize("at_most", LESS)
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "int8")])
+def test_a_token_at_a_time_with_less_instructions(tiny_llama, tmp_path, monkeypatch, dtype, quantization, at_most):
+    """Then each thread computes for itself what lies between products."""
+    monkeypatch.setattr(NativeKernels, "__init__", partialmethod(NativeKernels.__init__, at_most=at_most))
+    runner = load(tiny_llama.write(tmp_path / "plain", "plain", hidden_size=96), dtype, quantization=quantization)
+    prompts = [[(7 * i * i + 5) % 200 for i in range(20)]]
+    torch.set_num_threads(1)
+    expected, _ = answers(runner, prompts, [9])
+    runner.model._decoder._products.release()
+    for threads in (2, 3, 4, 1):  # first there is room for two
+        torch.set_num_threads(threads)
+        assert same(answers(runner, prompts, [9], chunked_prefill_size=1)[0], expected)
 
 
 def test_a_long_prompt_behind_a_long_context(tiny_llama, tmp_path, load_both):

@@ -57,21 +57,50 @@ struct Step {
     StateRows state_rows;
     const int64_t *output_rows;  // [outputs]: the tokens that go through all of the last layer
     int64_t outputs;
-    Element *out;  // [outputs, size]
+    Element *out;                // [outputs, size]: the normalized hidden states, unless there are to be logits
     Logits logits;
 };
 
-// Room for all tokens.
+// Room for all tokens. Products, and what comes between queries and the next product, are of all threads.
 struct Scratch {
     Inputs inputs;
     float *hidden, *selected;  // [tokens, size]; of the output rows, as the last layer leaves them
-    Element *delta;            // [tokens, size]: the embeddings; then what is to be added to the hidden states
+    Element *narrow;           // rows that are prepared for the next product
+    Element *delta;            // [tokens, size]: what is to be added to the hidden states
     Element *wide;             // queries, keys and values; inputs beside states; gates and what they multiply
-    Element *narrow;           // the results that are prepared for the next product
+    Element *mixed;            // the results of attention, a convolution or a delta net
     Routes routes;             // of a decoder with experts
     SegmentSums *sums;         // [num_tiles, segments, kv_heads]; null: each tile's context is read by one thread
     int64_t *times;            // the nanoseconds of each operation in all layers, added up; null: not measured
+    int64_t rows, columns;     // of inputs, hidden states and narrow rows: room for those of threads
+    int64_t is_own;            // whether these are a thread's own, of a single token
+
+    // A step of one token is computed by every thread for itself between products: one thread alone would take as long,
+    // and the others would wait for it. Experts have routes, which threads share.
+    bool can_be_own(int64_t tokens, int64_t threads) const {
+        return tokens == 1 && threads * ROW_GROUP <= rows && routes.chosen == nullptr;
+    }
+
+    Scratch own(int64_t thread) const {
+        Scratch own = *this;
+        const int64_t first = thread * ROW_GROUP;
+        own.inputs = rows_from(inputs, first, columns);
+        own.hidden += first * columns, own.selected += first * columns, own.narrow += first * columns;
+        own.is_own = true;
+        return own;
+    }
 };
+
+// All threads of a region call this, share the rows, and wait for the last one; or each computes its own.
+template <class Body>
+void for_rows(const Scratch &scratch, int64_t rows, Body body) {
+    if (scratch.is_own) {
+        for (int64_t r = 0; r < rows; r++) body(r);
+    } else {
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < rows; r++) body(r);
+    }
+}
 
 enum Operation { NORMS, QKV, ATTENTION, CONVOLUTION, DELTA, OUTPUT, GATE_UP, ACTIVATION, DOWN, HEAD, BEST, ROUTER, ROUTING };
 
@@ -94,33 +123,32 @@ class Watch {
     int64_t *times_, last_;
 };
 
-// All threads of the region call the functions below, share the rows among them, and wait for the last one.
+// All threads of the region call the functions below.
 
 // The hidden states become the embeddings, whose norms are prepared for the first layer.
 void embed(const Decoder &d, const Step &s, int64_t size, const Scratch &scratch) {
-    const Weight &next = d.layers[0].qkv;
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < s.tokens; t++) {
+    for_rows(scratch, s.tokens, [&](int64_t t) {
         const bool is_given = s.embeddings != nullptr;
         const Element *from = is_given ? s.embeddings + t * size : d.embedding + s.token_ids[t] * size;
-        Element *delta = scratch.delta + t * size, *out = scratch.narrow + t * size;
         const float scale = is_given ? 1.0f : d.embedding_scale;
-        for_lanes(size, [&](int64_t i, int count) { store_lanes(delta + i, load(from + i, count) * scale, count); });
+        Element *row = scratch.narrow + t * size;
+        for_lanes(size, [&](int64_t i, int count) { store_lanes(row + i, load(from + i, count) * scale, count); });
         float *hidden = scratch.hidden + t * size;
         std::memset(hidden, 0, size * sizeof *hidden);
-        add_row(hidden, delta, {{}, 1.0f, d.norm}, size, out);
-        prepare_row(out, t, next, scratch.inputs);
-    }
+        add_row(hidden, row, {{}, 1.0f, d.norm}, size, row);
+        prepare_row(row, t, d.layers[0].qkv, scratch.inputs);
+    });
 }
 
-// `next`: the product of the result, or null.
-void add_rows(float *hidden, Element *delta, const Residual &residual, int64_t rows, int64_t size, Element *out,
-              const Weight *next, const Scratch &scratch) {
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
-        add_row(hidden + r * size, delta + r * size, residual, size, out + r * size);
-        if (next != nullptr) prepare_row(out + r * size, r, *next, scratch.inputs);
-    }
+// Adds the last product to the hidden states. `next`: the product of the result, or null.
+void add_rows(float *hidden, const Residual &residual, int64_t rows, int64_t size, const Weight *next,
+              const Scratch &scratch) {
+    for_rows(scratch, rows, [&](int64_t r) {
+        Element *row = scratch.narrow + r * size;
+        std::memcpy(row, scratch.delta + r * size, size * sizeof *row);
+        add_row(hidden + r * size, row, residual, size, row);
+        if (next != nullptr) prepare_row(row, r, *next, scratch.inputs);
+    });
 }
 
 // All queries of a token together, or each head by itself, as where gates lie between them.
@@ -149,7 +177,7 @@ void attend(const Decoder &d, const Layer &layer, const Step &s, const LayerCach
         store_token(keys, d.kv_heads, slots[t], cache);
     }
     attend_tiles({s.tiles, s.num_tiles, d.kv_heads, scratch.wide, row, cache, tables, s.width, d.scale, layer.window,
-                  scratch.narrow},
+                  scratch.mixed},
                  scratch.sums);
 }
 
@@ -158,13 +186,13 @@ Operation mix(const Decoder &d, const Layer &layer, const Step &s, const LayerCa
               const Scratch &scratch) {
     if (layer.convolution.is_there()) {
         auto *kept = static_cast<Element *>(*states++);
-        convolve(layer.convolution, scratch.wide, s.tokens, kept, s.state_rows, scratch.narrow);
+        convolve(layer.convolution, scratch.wide, s.tokens, kept, s.state_rows, scratch.mixed);
         return CONVOLUTION;
     }
     if (layer.delta.is_there()) {
         auto *kept = static_cast<Element *>(*states++);
         auto *matrices = static_cast<float *>(*states++);
-        update_delta(layer.delta, scratch.wide, kept, matrices, s.state_rows, scratch.narrow);
+        update_delta(layer.delta, scratch.wide, kept, matrices, s.state_rows, scratch.mixed);
         return DELTA;
     }
     attend(d, layer, s, *cache++, scratch);
@@ -174,30 +202,27 @@ Operation mix(const Decoder &d, const Layer &layer, const Step &s, const LayerCa
 // The last layer goes on with the output rows alone: the others are needed for their keys, values and states only.
 void prepare_mixed(const Step &s, bool is_last, int64_t rows, int64_t size, const Weight &next,
                    const Scratch &scratch) {
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
+    for_rows(scratch, rows, [&](int64_t r) {
         const int64_t row = is_last ? s.output_rows[r] : r;
         if (is_last) std::memcpy(scratch.selected + r * size, scratch.hidden + row * size, size * sizeof(float));
-        prepare_row(scratch.narrow + row * next.inputs, r, next, scratch.inputs);
-    }
+        prepare_row(scratch.mixed + row * next.inputs, r, next, scratch.inputs);
+    });
 }
 
 void activate(int64_t rows, Activation activation, const Weight &next, const Scratch &scratch) {
     const int64_t size = next.inputs;
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
+    for_rows(scratch, rows, [&](int64_t r) {
         gated_row(scratch.wide + r * 2 * size, size, activation, scratch.narrow + r * size);
         prepare_row(scratch.narrow + r * size, r, next, scratch.inputs);
-    }
+    });
 }
 
-void multiply(const Layer &layer, int64_t rows, Activation activation, const Scratch &scratch, Element *out,
-              Watch &watch) {
+void multiply(const Layer &layer, int64_t rows, Activation activation, const Scratch &scratch, Watch &watch) {
     product(scratch.inputs, layer.gate_up, rows, {scratch.wide});
     watch.lap(GATE_UP);
     activate(rows, activation, layer.down, scratch);
     watch.lap(ACTIVATION);
-    product(scratch.inputs, layer.down, rows, {out});
+    product(scratch.inputs, layer.down, rows, {scratch.delta});
     watch.lap(DOWN);
 }
 
@@ -230,7 +255,7 @@ void activate_experts(const Experts &experts, int64_t rows, Activation activatio
 }
 
 // `narrow` has the rows, which are prepared for the router.
-void multiply(const Experts &experts, int64_t rows, Activation activation, Scratch &scratch, Element *out, Watch &watch) {
+void multiply(const Experts &experts, int64_t rows, Activation activation, Scratch &scratch, Watch &watch) {
     const int64_t chosen = experts.routing.chosen, size = experts.router.inputs;
     const Routes &routes = scratch.routes;
     product(scratch.inputs, experts.router, rows, {scratch.wide});
@@ -245,7 +270,7 @@ void multiply(const Experts &experts, int64_t rows, Activation activation, Scrat
     watch.lap(DOWN);
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < rows; r++)
-        mix_row(scratch.wide, routes.places + r * chosen, routes.weights + r * chosen, chosen, size, out + r * size);
+        mix_row(scratch.wide, routes.places + r * chosen, routes.weights + r * chosen, chosen, size, scratch.delta + r * size);
     watch.lap(ROUTING);
 }
 
@@ -285,18 +310,19 @@ void decode(const Decoder &d, const Step &s, Scratch &scratch) {
         product(x, layer.output, rows, {scratch.delta});
         watch.lap(OUTPUT);
         const Weight &next = layer.experts.are_there() ? layer.experts.router : layer.gate_up;
-        add_rows(hidden, scratch.delta, layer.after_attention, rows, size, scratch.narrow, &next, scratch);
+        add_rows(hidden, layer.after_attention, rows, size, &next, scratch);
         watch.lap(NORMS);
         if (layer.experts.are_there())
-            multiply(layer.experts, rows, d.activation, scratch, scratch.delta, watch);
+            multiply(layer.experts, rows, d.activation, scratch, watch);
         else
-            multiply(layer, rows, d.activation, scratch, scratch.delta, watch);
-        Element *out = is_last ? s.out : scratch.narrow;
+            multiply(layer, rows, d.activation, scratch, watch);
         const Weight *following = !is_last ? &d.layers[i + 1].qkv : s.logits.all != nullptr ? &d.head : nullptr;
-        add_rows(hidden, scratch.delta, layer.after_mlp, rows, size, out, following, scratch);
+        add_rows(hidden, layer.after_mlp, rows, size, following, scratch);
         watch.lap(NORMS);
     }
-    if (s.logits.all != nullptr) compute_logits(d, s, x, watch);
+    if (s.logits.all != nullptr) return compute_logits(d, s, x, watch);
+#pragma omp master
+    std::memcpy(s.out, scratch.narrow, s.outputs * size * sizeof *s.out);
 }
 
 }  // namespace

@@ -109,7 +109,12 @@ int64_t decode(const Decoder *d, const Step *s, Scratch *scratch) {
     for (int64_t t = 0; t < s->tokens; t++)
         if (s->token_ids[t] < 0 || s->token_ids[t] >= d->vocabulary) return false;
 #pragma omp parallel
-    decode(*d, *s, *scratch);
+    if (scratch->can_be_own(s->tokens, omp_get_num_threads())) {
+        Scratch own = scratch->own(omp_get_thread_num());
+        decode(*d, *s, own);
+    } else {
+        decode(*d, *s, *scratch);
+    }
     return true;
 }
 

@@ -34,7 +34,7 @@ from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.decoder import LayerByLayer, embed, has_states, logits, state_rows
 from trioengine.worker.kernels.native_attention import NativeAttention
 from trioengine.worker.kernels.native_experts import ExpertsAddress, NativeExperts, RoutesAddress, reserve_routes
-from trioengine.worker.kernels.products import InputsAddress, NativeLinear, Profile, WeightAddress
+from trioengine.worker.kernels.products import ROW_GROUP, InputsAddress, NativeLinear, Profile, WeightAddress
 from trioengine.worker.kernels.state_cache import StateCache
 
 _WEIGHTS = ("qkv", "output", "gate_up", "down")
@@ -112,12 +112,16 @@ class _Scratch(ctypes.Structure):
         ("inputs", InputsAddress),
         ("hidden", _ADDRESS),
         ("selected", _ADDRESS),
+        ("narrow", _ADDRESS),
         ("delta", _ADDRESS),
         ("wide", _ADDRESS),
-        ("narrow", _ADDRESS),
+        ("mixed", _ADDRESS),
         ("routes", RoutesAddress),
         ("sums", _ADDRESS),
         ("times", _ADDRESS),
+        ("rows", _COUNT),
+        ("columns", _COUNT),
+        ("is_own", _COUNT),
     )
 
 
@@ -312,12 +316,16 @@ class NativeDecoder:
         places = max((each.num_places(tokens) for each in self._experts), default=0)
         wide = max(tokens * self._of_all.outputs, places * self._of_experts.outputs)
         narrow = max(tokens * self._of_all.inputs, places * self._of_experts.inputs)
+        rows, columns = torch.get_num_threads() * ROW_GROUP, max(self._of_all.inputs, self._of_experts.inputs)  # own
         return _Scratch(
-            scratch.reserve_inputs(max(tokens, places), max(self._of_all.inputs, self._of_experts.inputs)),
-            scratch.reserve("hidden", tokens * self._size, torch.float32),
-            scratch.reserve("selected", tokens * self._size, torch.float32),
+            scratch.reserve_inputs(max(tokens, places, rows), columns),
+            scratch.reserve("hidden", max(tokens * self._size, rows * columns), torch.float32),
+            scratch.reserve("selected", max(tokens * self._size, rows * columns), torch.float32),
+            scratch.reserve("narrow", max(narrow, rows * columns), dtype),
             scratch.reserve("delta", tokens * self._size, dtype),
             scratch.reserve("wide", wide, dtype),
-            scratch.reserve("narrow", narrow, dtype),
+            scratch.reserve("mixed", tokens * self._of_all.inputs, dtype),
             reserve_routes(scratch, self._experts, tokens) if self._experts else RoutesAddress(),
+            rows=rows,
+            columns=columns,
         )

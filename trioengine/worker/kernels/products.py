@@ -24,6 +24,7 @@ from trioengine.worker.kernels.integer_weights import IntegerWeight, num_pairs, 
 
 ROW_GROUP = 4  # floats.h's, or more
 PAIR_SIZE = 88  # bytes of integers.h's RowPair
+UNIT_STEP = 16  # products.h's, or more
 _ADDRESS, _COUNT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "packed_size": (_COUNT, _COUNT),
@@ -218,7 +219,7 @@ class Scratch:
         """Room for `rows` rows of at most `columns` columns, prepared for any product."""
         return InputsAddress(
             self.reserve("pairs", rows * num_pairs(columns) * PAIR_SIZE, torch.uint8),
-            self.reserve("units", rows, torch.float32),
+            self.reserve("units", rows * UNIT_STEP, torch.float32),
             self.reserve("values", (rows + ROW_GROUP - 1) * (columns + 1), torch.float32),
         )
 
