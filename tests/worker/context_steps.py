@@ -4,7 +4,7 @@ Usage, with the root in PYTHONPATH: python tests/worker/context_steps.py MODEL [
 
 The context's keys and values are ones, in neighbouring blocks. The same token is decoded over and over, without a
 profile for the time of a step, and with one for its parts. Before each step memory is read in its order, because its
-rate changes from second to second on some hosts: steps are put together by that rate before and behind them.
+rate changes from second to second on some hosts: steps are grouped by the rate before and after them, in tens of GB/s.
 """
 
 import ctypes
@@ -62,7 +62,8 @@ def main(path: str, context: int = 7950, steps: int = 300) -> None:
     cache = len(runner.cache.layers) * context * spec.layout.token_bytes
     same = [step for step, behind in pairwise(measured) if state_of(step) == state_of(behind)]
     for state in sorted({state_of(step) for step in same}):
-        report(state, [step for step in same if state_of(step) == state], cache)
+        report([step for step in same if state_of(step) == state], cache)
+    print(f"{len(measured) - len(same)} of {len(measured)} steps had another rate after them")
 
 
 class Measured(NamedTuple):
@@ -78,10 +79,11 @@ def state_of(step: Measured) -> int:
     return round(step.memory / 10)
 
 
-def report(state: int, measured: list[Measured], cache: int) -> None:
-    """Print medians of steps in this state, before and behind them; `cache`: bytes of keys and values."""
+def report(measured: list[Measured], cache: int) -> None:
+    """Print medians of these steps, which have one rate of memory; `cache`: bytes of keys and values."""
     plain, parts = ([step for step in measured if (step.parts is None) is each] for each in (True, False))
     if min(len(plain), len(parts)) < LEAST:
+        print(f"{len(measured)} steps with memory at about {10 * state_of(measured[0])} GB/s are too few")
         return
     weights = sum(part.weight_bytes for part in parts[0].parts.values())
     seconds, memory = (statistics.median(getattr(each, name) for each in plain) for name in ("seconds", "memory"))

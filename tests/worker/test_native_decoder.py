@@ -1,9 +1,10 @@
-"""All layers of a decoder in one call: the same bits as layer by layer, with any number of threads."""
+"""All of a decoder in one call: the same bits as layer by layer, with any number of threads."""
 
 import random
 from dataclasses import replace
 from functools import partialmethod
 
+import numpy as np
 import pytest
 import torch
 from helpers import tiny_decoders
@@ -118,19 +119,21 @@ def test_threads_share_long_contexts(tiny_llama, tmp_path, load_both, dtype, qua
         at_once.model._decoder._products.scratch.release()
 
 
-@pytest.mark.parametrize("at_most", LESS)
+@pytest.mark.parametrize("at_most", [None, *LESS])
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "int8")])
-def test_a_token_at_a_time_with_less_instructions(tiny_llama, tmp_path, monkeypatch, dtype, quantization, at_most):
-    """Then each thread computes for itself what lies between products."""
+@pytest.mark.parametrize("variant", ["gemma3", "granite", "lfm2-biases", "qwen3_5", "qwen3_5-moe"])
+def test_a_token_at_a_time(tmp_path, monkeypatch, variant, dtype, quantization, at_most):
+    """Between products each thread computes for itself, if there was room for so many at first, or else its rows."""
     monkeypatch.setattr(NativeKernels, "__init__", partialmethod(NativeKernels.__init__, at_most=at_most))
-    runner = load(tiny_llama.write(tmp_path / "plain", "plain", hidden_size=96), dtype, quantization=quantization)
+    runner = load(tiny_decoders.write(tmp_path, variant), dtype, quantization=quantization)
     prompts = [[(7 * i * i + 5) % 200 for i in range(20)]]
     torch.set_num_threads(1)
     expected, _ = answers(runner, prompts, [9])
-    runner.model._decoder._products.release()
-    for threads in (2, 3, 4, 1):  # first there is room for two
-        torch.set_num_threads(threads)
-        assert same(answers(runner, prompts, [9], chunked_prefill_size=1)[0], expected)
+    for at_first, others in ((3, (2,)), (1, (2, 3, 9))):
+        runner.model._decoder._products.release()
+        for threads in (at_first, *others):
+            torch.set_num_threads(threads)
+            assert same(answers(runner, prompts, [9], chunked_prefill_size=1)[0], expected)
 
 
 def test_a_long_prompt_behind_a_long_context(tiny_llama, tmp_path, load_both):
@@ -253,6 +256,40 @@ def test_memory_of_steps_is_used_again_until_it_is_released(tiny_llama, tmp_path
     assert torch.equal(compute(runner, few)[0], expected)
     products.release()
     assert products.results._latest is None and not len(products.results._memory)
+
+
+def test_weights_of_other_widths_are_refused(tiny_llama, tmp_path):
+    runner = load(tiny_llama.write(tmp_path / "plain", "plain", hidden_size=96))
+    weights, kernels = runner.model._decoder._weights, runner.target.spec.kernels
+    for wrong in ({"embedding": weights.embedding[:, :95]}, {"head": weights.layers[0].mlp.down}):
+        with pytest.raises(InvariantError, match="columns for hidden states of 96"):
+            kernels.decoder(runner.model.config, replace(weights, **wrong))
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_an_embedding_model_has_no_logits(tiny_llama, tmp_path, kernels):
+    """It is refused before keys and values are stored."""
+    runner = load(tiny_llama.write(tmp_path / "plain", "plain"), kernels=kernels)
+    decoder = runner.target.spec.kernels.decoder(
+        runner.model.config, replace(runner.model._decoder._weights, head=None)
+    )
+    batch = batch_of([5])
+    attention = runner.target.spec.kernels.attention(batch, runner.cache)
+    before = runner.cache.layers[0].clone()
+    with pytest.raises(InvariantError, match="logits of an embedding model, which has no head"):
+        decoder.compute(batch, attention)
+    assert torch.equal(runner.cache.layers[0], before)
+    with pytest.raises(InvariantError, match="logits of an embedding model, which has no head"):
+        decoder.logits(decoder.forward(batch, attention))
+
+
+@pytest.mark.parametrize("change", [lambda t: t.astype("int32"), lambda t: t[:, ::2], lambda t: t[:, :0]])
+def test_tables_that_cpp_cannot_read_are_refused(tiny_llama, tmp_path, change):
+    runner = load(tiny_llama.write(tmp_path / "plain", "plain"))
+    batch = batch_of([5] * 16)
+    tables = change(np.zeros((1, 4), dtype="int64"))
+    with pytest.raises(InvariantError, match="a native kernel got int"):
+        forward(runner, replace(batch, block_tables=tables))
 
 
 def test_more_output_rows_than_tokens_are_refused(tiny_llama, tmp_path):

@@ -218,7 +218,10 @@ class Decoder(Protocol):
         ...
 
     def compute(self, batch: ForwardBatch, attention: Attention, states: StateCache | None = None) -> Computed:
-        """Compute as `forward` does, then the logits of all output rows, and their best tokens: the same bits."""
+        """Compute the logits of the output rows, and their best tokens, with the bits of the separate calls.
+
+        Raises InvariantError for an embedding model.
+        """
         ...
 
 

@@ -38,7 +38,7 @@ struct Decoder {
 
 // Of the output rows.
 struct Logits {
-    float *all;         // [outputs, outputs of the head]; null: no logits are computed
+    float *all;         // [outputs, outputs of the head]
     float *best;        // [outputs]
     int64_t *best_ids;  // [outputs]
 };
@@ -57,11 +57,11 @@ struct Step {
     StateRows state_rows;
     const int64_t *output_rows;  // [outputs]: the tokens that go through all of the last layer
     int64_t outputs;
-    Element *out;                // [outputs, size]: the normalized hidden states, unless there are to be logits
+    Element *out;                // [outputs, size]: normalized hidden states; null: logits are computed of them
     Logits logits;
 };
 
-// Room for all tokens. Products, and what comes between queries and the next product, are of all threads.
+// Room for all tokens. All threads share `delta`, `wide` and `mixed`; the other rows may be a thread's own.
 struct Scratch {
     Inputs inputs;
     float *hidden, *selected;  // [tokens, size]; of the output rows, as the last layer leaves them
@@ -72,7 +72,7 @@ struct Scratch {
     Routes routes;             // of a decoder with experts
     SegmentSums *sums;         // [num_tiles, segments, kv_heads]; null: each tile's context is read by one thread
     int64_t *times;            // the nanoseconds of each operation in all layers, added up; null: not measured
-    int64_t rows, columns;     // of inputs, hidden states and narrow rows: room for those of threads
+    int64_t rows, columns;     // room for the threads' own rows, and the columns of each
     int64_t is_own;            // whether these are a thread's own, of a single token
 
     // A step of one token is computed by every thread for itself between products: one thread alone would take as long,
@@ -91,10 +91,12 @@ struct Scratch {
     }
 };
 
-// All threads of a region call this, share the rows, and wait for the last one; or each computes its own.
+// All threads of a region call this, share the rows, and wait for the last one; or each computes its own. `next`: the
+// product of these rows, or null.
 template <class Body>
-void for_rows(const Scratch &scratch, int64_t rows, Body body) {
+void for_rows(const Scratch &scratch, int64_t rows, const Weight *next, Body body) {
     if (scratch.is_own) {
+        if (next != nullptr) fetch_share(*next);
         for (int64_t r = 0; r < rows; r++) body(r);
     } else {
 #pragma omp for schedule(static)
@@ -125,9 +127,9 @@ class Watch {
 
 // All threads of the region call the functions below.
 
-// The hidden states become the embeddings, whose norms are prepared for the first layer.
+// Sets the hidden states to the embeddings, and prepares their norms for the first layer.
 void embed(const Decoder &d, const Step &s, int64_t size, const Scratch &scratch) {
-    for_rows(scratch, s.tokens, [&](int64_t t) {
+    for_rows(scratch, s.tokens, &d.layers[0].qkv, [&](int64_t t) {
         const bool is_given = s.embeddings != nullptr;
         const Element *from = is_given ? s.embeddings + t * size : d.embedding + s.token_ids[t] * size;
         const float scale = is_given ? 1.0f : d.embedding_scale;
@@ -143,7 +145,7 @@ void embed(const Decoder &d, const Step &s, int64_t size, const Scratch &scratch
 // Adds the last product to the hidden states. `next`: the product of the result, or null.
 void add_rows(float *hidden, const Residual &residual, int64_t rows, int64_t size, const Weight *next,
               const Scratch &scratch) {
-    for_rows(scratch, rows, [&](int64_t r) {
+    for_rows(scratch, rows, next, [&](int64_t r) {
         Element *row = scratch.narrow + r * size;
         std::memcpy(row, scratch.delta + r * size, size * sizeof *row);
         add_row(hidden + r * size, row, residual, size, row);
@@ -202,7 +204,7 @@ Operation mix(const Decoder &d, const Layer &layer, const Step &s, const LayerCa
 // The last layer goes on with the output rows alone: the others are needed for their keys, values and states only.
 void prepare_mixed(const Step &s, bool is_last, int64_t rows, int64_t size, const Weight &next,
                    const Scratch &scratch) {
-    for_rows(scratch, rows, [&](int64_t r) {
+    for_rows(scratch, rows, &next, [&](int64_t r) {
         const int64_t row = is_last ? s.output_rows[r] : r;
         if (is_last) std::memcpy(scratch.selected + r * size, scratch.hidden + row * size, size * sizeof(float));
         prepare_row(scratch.mixed + row * next.inputs, r, next, scratch.inputs);
@@ -211,7 +213,7 @@ void prepare_mixed(const Step &s, bool is_last, int64_t rows, int64_t size, cons
 
 void activate(int64_t rows, Activation activation, const Weight &next, const Scratch &scratch) {
     const int64_t size = next.inputs;
-    for_rows(scratch, rows, [&](int64_t r) {
+    for_rows(scratch, rows, &next, [&](int64_t r) {
         gated_row(scratch.wide + r * 2 * size, size, activation, scratch.narrow + r * size);
         prepare_row(scratch.narrow + r * size, r, next, scratch.inputs);
     });
@@ -316,13 +318,14 @@ void decode(const Decoder &d, const Step &s, Scratch &scratch) {
             multiply(layer.experts, rows, d.activation, scratch, watch);
         else
             multiply(layer, rows, d.activation, scratch, watch);
-        const Weight *following = !is_last ? &d.layers[i + 1].qkv : s.logits.all != nullptr ? &d.head : nullptr;
+        const Weight *following = !is_last ? &d.layers[i + 1].qkv : s.out == nullptr ? &d.head : nullptr;
         add_rows(hidden, layer.after_mlp, rows, size, following, scratch);
         watch.lap(NORMS);
     }
-    if (s.logits.all != nullptr) return compute_logits(d, s, x, watch);
-#pragma omp master
-    std::memcpy(s.out, scratch.narrow, s.outputs * size * sizeof *s.out);
+    if (s.out == nullptr) return compute_logits(d, s, x, watch);
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < s.outputs; r++)
+        std::memcpy(s.out + r * size, scratch.narrow + r * size, size * sizeof *s.out);
 }
 
 }  // namespace

@@ -57,8 +57,9 @@ class LayerByLayer:
         return logits(self._weights, hidden)
 
     def compute(self, batch: ForwardBatch, attention: Attention, states: StateCache | None = None) -> Computed:
-        computed = self.logits(self.forward(batch, attention, states))
-        return Computed(computed, self._kernels.best(computed))
+        head_of(self._weights)  # before keys and values are stored
+        found = self.logits(self.forward(batch, attention, states))
+        return Computed(found, self._kernels.best(found))
 
     def _multiply_all(self, mlp: GatedMLP | Experts, x: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
         """`adapters` do not change experts."""
@@ -126,10 +127,15 @@ def embed(weights: DecoderWeights, batch: ForwardBatch) -> Tensor:
 
 def logits(weights: DecoderWeights, hidden: Tensor) -> Tensor:
     """The logits of normalized hidden states. Raises InvariantError for an embedding model."""
+    products = head_of(weights)(hidden)
+    return products if weights.logits_scaling == 1.0 else products.div_(weights.logits_scaling)
+
+
+def head_of(weights: DecoderWeights) -> Linear:
+    """Raises InvariantError for an embedding model."""
     if weights.head is None:
         raise InvariantError("logits of an embedding model, which has no head")
-    products = weights.head(hidden)
-    return products if weights.logits_scaling == 1.0 else products.div_(weights.logits_scaling)
+    return weights.head
 
 
 def _multiply(linear: Linear, x: Tensor, adapters: AdaptedRows | None) -> Tensor:

@@ -62,6 +62,10 @@ inline int64_t pair_bytes(const Weight &w) {
     return CODE_BYTES<BITS> + (w.has_minima ? 3 : 2) * FACTOR_BYTES;
 }
 
+inline int64_t panel_bytes(const Weight &w) {
+    return num_pairs(w) * (w.bits == 4 ? pair_bytes<4>(w) : pair_bytes<8>(w));
+}
+
 constexpr int zero_of(int bits) { return 1 << (bits - 1); }
 constexpr int dropped_bits(int bits) { return bits - 4; }  // of sums, which then have 16
 
@@ -170,11 +174,11 @@ void integer_tile(const Activations &x, const Weight &w, int64_t row, int64_t pa
 template <int BITS>
 inline void integer_task(const Activations &x, const Weight &w, int64_t row, int64_t end, int64_t panel,
                          const Results &out) {
-    const int64_t pairs = num_pairs(w), panel_bytes = pairs * pair_bytes<BITS>(w);
+    const int64_t pairs = num_pairs(w), bytes = panel_bytes(w);
     const int64_t tiles = (end - row + TILE_ROWS - 1) / TILE_ROWS;
-    const int64_t next_end = std::min(panel + 2, num_panels(w)) * panel_bytes;
+    const int64_t next_end = std::min(panel + 2, num_panels(w)) * bytes;
     const int64_t lines = std::max<int64_t>((pair_bytes<BITS>(w) / LINE + tiles / 2) / tiles, 1);
-    int64_t place = (panel + 1) * panel_bytes;  // of the next panel, or of those of its lines that come next
+    int64_t place = (panel + 1) * bytes;  // of the next panel, or of those of its lines that come next
     for (; row < end; row += TILE_ROWS, place += pairs * lines * LINE) {
         const Prefetch next{w.data + place, tiles > 1 && place < next_end ? lines : 0};
         if constexpr (TILE_ROWS > 1) switch (end - row) {
@@ -250,8 +254,8 @@ constexpr float LARGEST_CODE = 127.0f, LARGEST_SCALE = 32767.0f;
 constexpr float OFFSET_STEP = 1 << 7, SUM_STEP = GROUP * OFFSET_STEP;  // in the unit of the row
 constexpr float TINY = 1e-30f;
 
-// Other cores have copies of these lines, which they read in the last product. A store waits until they have dropped its
-// line, so all lines are requested at once. A CPU without an instruction for that fetches them to be read.
+// Other cores may have copies of these lines, if they have read them in the last product. A store waits until they have
+// dropped its line, so all lines are requested at once. A CPU without an instruction for that fetches them to be read.
 inline void fetch_to_write(const void *data, int64_t bytes) {
     const char *begin = (const char *)((uintptr_t)data & -LINE), *end = (const char *)data + bytes;
     for (const char *line = begin; line < end; line += LINE) __builtin_prefetch(line, 1);

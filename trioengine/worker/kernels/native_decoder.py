@@ -31,7 +31,7 @@ from trioengine.worker.kernels.addresses import (
     window_size,
 )
 from trioengine.worker.kernels.batch import ForwardBatch
-from trioengine.worker.kernels.decoder import LayerByLayer, embed, has_states, logits, state_rows
+from trioengine.worker.kernels.decoder import LayerByLayer, embed, has_states, head_of, logits, state_rows
 from trioengine.worker.kernels.native_attention import NativeAttention
 from trioengine.worker.kernels.native_experts import ExpertsAddress, NativeExperts, RoutesAddress, reserve_routes
 from trioengine.worker.kernels.products import ROW_GROUP, InputsAddress, NativeLinear, Profile, WeightAddress
@@ -179,11 +179,12 @@ class NativeDecoder:
         self._layer_by_layer = layer_by_layer
         self._layer_products = products = [_Products(layer) for layer in weights.layers]
         self._products = products[0].of_all["qkv"].products
+        self._head = cast("NativeLinear | None", weights.head)
         self._head_dim = config.head_dim
+        self._check_widths(config.hidden_size)
         self._num_kv_layers = sum(not has_states(layer) for layer in weights.layers)
         self._state_dtypes = [dtype for layer in weights.layers for dtype in _state_dtypes(layer, self._products.dtype)]
         self._layers = (_Layer * len(products))(*map(self._layer, weights.layers, products, weights.residuals()))
-        self._head = cast("NativeLinear | None", weights.head)
         self._decoder = _Decoder(
             address(weights.embedding, self._products.dtype),
             len(weights.embedding),
@@ -198,7 +199,7 @@ class NativeDecoder:
             weights.logits_scaling,
         )
         self._size = config.hidden_size
-        self._room, self._room_tokens, self._room_version = _Scratch(), 0, -1  # of the latest steps, to be used again
+        self._room, self._room_tokens, self._room_version = _Scratch(), 0, -1  # of the last steps
         self._experts = [layer.experts for layer in products if layer.experts is not None]
         self._of_all = _Widths([product for layer in products for product in layer.of_all.values()])
         self._of_experts = _Widths([product for each in self._experts for product in (*each.gate_up, *each.down)])
@@ -214,20 +215,19 @@ class NativeDecoder:
         return logits(self._weights, hidden)
 
     def compute(self, batch: ForwardBatch, attention: Attention, states: StateCache | None = None) -> Computed:
-        if batch.adapters is not None or self._head is None:
+        if batch.adapters is not None:
             return self._layer_by_layer.compute(batch, attention, states)
-        products, rows = self._products, len(batch.output_rows)
-        hidden = products.scratch.reserve("outputs", rows * self._size, products.dtype)
-        computed = products.results.take(rows, self._head.out_features)
+        head = cast("NativeLinear", head_of(self._weights))
+        computed = self._products.results.take(len(batch.output_rows), head.out_features)
         best = computed.best
-        addresses = _Logits(computed.logits.data_ptr(), best.logits.data_ptr(), best.token_ids.data_ptr())
-        self._decode(batch, attention, states, hidden, addresses)
+        room = _Logits(computed.logits.data_ptr(), best.logits.data_ptr(), best.token_ids.data_ptr())
+        self._decode(batch, attention, states, None, room)
         return computed
 
     def _decode(
-        self, batch: ForwardBatch, attention: Attention, states: StateCache | None, out: int, logits: _Logits
+        self, batch: ForwardBatch, attention: Attention, states: StateCache | None, out: int | None, room: _Logits
     ) -> None:
-        """`out`: the address of room for hidden states of the output rows."""
+        """Compute to `out`, the address of hidden states of the output rows, or, where it is None, to `room`."""
         if not isinstance(attention, NativeAttention):
             raise InvariantError(f"the native decoder got another attention: {attention!r}")
         tokens, rows, dtype = len(batch.token_ids), batch.output_rows, self._products.dtype
@@ -255,7 +255,7 @@ class NativeDecoder:
             address(rows, torch.int64),
             len(rows),
             out,
-            logits,
+            room,
         )
         profile = self._products.profile
         times = None if profile is None else (_COUNT * len(OPERATIONS))()
@@ -271,6 +271,13 @@ class NativeDecoder:
         if len(parts) != len(dtypes):
             raise InvariantError(f"{len(parts)} parts of states for {len(dtypes)}")
         return (_ADDRESS * len(parts))(*map(address, parts, dtypes))
+
+    def _check_widths(self, size: int) -> None:
+        """C++ takes hidden states for as wide as the first product's inputs."""
+        widths = [self._layer_products[0].of_all["qkv"].in_features, self._weights.embedding.shape[1]]
+        widths += [] if self._head is None else [self._head.in_features]
+        if widths != [size] * len(widths):
+            raise InvariantError(f"first product, embedding and head of {widths} columns for hidden states of {size}")
 
     def _layer(self, layer: DecoderLayer, products: _Products, residuals: tuple[Residual, Residual]) -> _Layer:
         if layer.rotary is not None and layer.rotary.size > self._head_dim:
@@ -303,20 +310,22 @@ class NativeDecoder:
                 profile.add_product(name, nanoseconds / 1e9, computed.get(name, ()))
 
     def _reserve(self, tokens: int, attention: NativeAttention, times: int | None) -> _Scratch:
-        """Room for a step with so many tokens, and the address of its times."""
+        """Room for a step with so many tokens, and the address of its times: the last step's, if it is large enough."""
         sums = attention.reserve_sums()
         if tokens > self._room_tokens or self._room_version != self._products.scratch.version:
-            self._room, self._room_tokens = self._rooms(tokens), tokens
+            self._room, self._room_tokens = self._make_room(tokens), tokens
             self._room_version = self._products.scratch.version
         self._room.sums, self._room.times = sums, times
         return self._room
 
-    def _rooms(self, tokens: int) -> _Scratch:
+    def _make_room(self, tokens: int) -> _Scratch:
+        """Also for threads' own rows, of as many threads as there are now; with more, steps have none."""
         scratch, dtype = self._products.scratch, self._products.dtype
         places = max((each.num_places(tokens) for each in self._experts), default=0)
         wide = max(tokens * self._of_all.outputs, places * self._of_experts.outputs)
         narrow = max(tokens * self._of_all.inputs, places * self._of_experts.inputs)
-        rows, columns = torch.get_num_threads() * ROW_GROUP, max(self._of_all.inputs, self._of_experts.inputs)  # own
+        rows = 0 if self._experts else torch.get_num_threads() * ROW_GROUP
+        columns = max(self._of_all.inputs, self._of_experts.inputs)
         return _Scratch(
             scratch.reserve_inputs(max(tokens, places, rows), columns),
             scratch.reserve("hidden", max(tokens * self._size, rows * columns), torch.float32),

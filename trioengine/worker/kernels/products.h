@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <omp.h>
+
 #include "floats.h"
 #include "integers.h"
 
@@ -43,6 +45,19 @@ inline int64_t num_tasks(const Weight &w) { return w.bits > 0 ? num_panels(w) : 
 
 constexpr int64_t SMALL = 1 << 21;  // multiplications of integers, which take some tens of microseconds
 
+// Whether threads have equal shares of the product of so many rows.
+inline bool has_shares(const Weight &w, int64_t rows) { return w.bits > 0 && rows * w.outputs * w.inputs <= SMALL; }
+
+// Has the CPU read the first lines of this thread's share of the product of one row, while that row is prepared.
+inline void fetch_share(const Weight &w) {
+    constexpr int64_t LINES = 32;  // as many as come in that time
+    const int64_t panels = num_tasks(w), threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    if (!has_shares(w, 1) || panels < threads) return;
+    const int64_t first = panels / threads * thread + std::min(panels % threads, thread);
+    const uint8_t *data = w.data + first * panel_bytes(w);
+    for (int64_t line = 0; line < LINES; line++) __builtin_prefetch(data + line * LINE, 0, 2);
+}
+
 // The threads of a parallel region share the tasks, and wait for the last: they take them from one counter, or have equal
 // shares where the counter would cost more time than it saves. out [rows, outputs].
 inline void product(const Inputs &x, const Weight &w, int64_t rows, const Results &out) {
@@ -52,7 +67,7 @@ inline void product(const Inputs &x, const Weight &w, int64_t rows, const Result
         const int64_t row = number / pieces * block;
         product_task(x, w, row, std::min(row + block, rows), number % pieces, out);
     };
-    if (w.bits == 0 || rows * w.outputs * w.inputs > SMALL) {
+    if (!has_shares(w, rows)) {
 #pragma omp for schedule(guided)
         for (int64_t number = 0; number < count; number++) run(number);
     } else {

@@ -66,7 +66,7 @@ class LoadedModel:
         return self.model.forward(*self._inputs(batch))
 
     def compute(self, batch: ForwardBatch) -> Computed:
-        """Compute a batch, which is in host memory, by a graph if there is one: the logits of its samples."""
+        """Compute a batch, which is in host memory, by a graph if there is one: its `output_rows` without padding."""
         computed = self.replay(batch)
         if computed is not None:
             return computed

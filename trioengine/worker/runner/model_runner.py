@@ -119,7 +119,7 @@ class TorchModelRunner:
                 return sample_all(logits, output.scheduled, best)
             hidden = target.forward(batch)
             logits = model.logits(hidden[: batch.num_samples])
-            sampled = sample_all(logits, output.scheduled)
+            sampled = sample_all(logits, output.scheduled, target.spec.kernels.best(logits))
             return with_scores(output, sampled, hidden[batch.num_samples :], model.logits, self.info.vocab_size)
 
     def prepare(self) -> bool:
