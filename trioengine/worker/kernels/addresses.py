@@ -16,6 +16,7 @@ from trioengine.worker.kernels.batch import IntArray, StateRows
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 ACTIVATIONS: Mapping[Activation, int] = {Activation.SILU: 0, Activation.GELU_TANH: 1}  # as rows.h's
 _ALL_TOKENS = 1 << 62  # as a window
+_INT64 = np.dtype(np.int64).char  # as the format of a buffer
 _MAX_DELTA_DIM = 256  # delta.h's
 
 
@@ -137,6 +138,7 @@ def address(tensor: Tensor, dtype: torch.dtype) -> int:
 
 def array_address(numbers: IntArray) -> int:
     """As `address`, of an array that is writable and not empty. `torch.from_numpy` would take ten times as long."""
-    if numbers.dtype != np.int64 or not numbers.flags.carray or not numbers.size:
+    memory = numbers.data
+    if memory.format != _INT64 or not memory.c_contiguous or memory.readonly or not memory.nbytes:
         raise InvariantError(f"a native kernel got {numbers.dtype} {numbers.shape}, not int64 in a row, or read-only")
-    return ctypes.addressof(ctypes.c_char.from_buffer(numbers.data))
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -187,11 +187,14 @@ inline void attend_tiles(const Tiles &t, SegmentSums *sums) {
         const int64_t number = i / GROUP_SIZE / t.kv_heads, head = i / GROUP_SIZE % t.kv_heads;
         const Tile &tile = t.tiles[number];
         const int64_t heads_before = head % units.heads(tile);  // in the same sums
-        SegmentSums *own = sums + units.first(number, head - heads_before);
-        const int first = int(heads_before) * t.rows(tile), tokens = int(tile.tokens), begin = int(i % GROUP_SIZE) * tokens;
+        const SegmentSums *own = sums + units.first(number, head - heads_before);
+        const int tokens = int(tile.tokens), begin = int(i % GROUP_SIZE) * tokens;
+        const int first = int(heads_before) * t.rows(tile) + begin, last = first + tokens;
+        SegmentSums merged;  // rows of other threads lie in the same lines of `sums`
+        merged.copy(*own, first, last);
         for (int64_t segment = 1; segment < t.segments(tile) - t.first_segment(tile); segment++)
-            own->merge(own[segment * t.kv_heads], first + begin, first + begin + tokens);
-        t.write(tile, head, *own, first, begin, begin + tokens);
+            merged.merge(own[segment * t.kv_heads], first, last);
+        t.write(tile, head, merged, first - begin, begin, begin + tokens);
     }
 }
 

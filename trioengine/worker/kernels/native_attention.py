@@ -27,6 +27,7 @@ class Library(Protocol):
     dtype: torch.dtype
     group_size: int  # query heads that share keys and values
     tile_size: int  # tokens of queries at a time
+    sums_size: int  # bytes of the sums of a tile over a segment
     products: Products  # whose scratch is used
 
 
@@ -63,11 +64,11 @@ class NativeAttention:
 
     def reserve_sums(self) -> int | None:
         """The address of room for the sums of all segments, if threads share these; or None."""
-        native, kv_heads = self._library.native, self._num_kv_heads
-        size = self.num_tiles * self._num_segments * kv_heads * native.sums_size()
-        if size > _MOST_SUMS or not native.shares_segments(self.tiles_address, self.num_tiles, kv_heads):
+        library, kv_heads = self._library, self._num_kv_heads
+        size = self.num_tiles * self._num_segments * kv_heads * library.sums_size
+        if size > _MOST_SUMS or not library.native.shares_segments(self.tiles_address, self.num_tiles, kv_heads):
             return None
-        return self._library.products.scratch.reserve("segment_sums", size, torch.uint8)
+        return library.products.scratch.reserve("segment_sums", size, torch.uint8)
 
     def forward(self, layer: int, heads: Tensor, scale: float, window: int | None = None) -> Tensor:
         library, kv_heads = self._library, self._num_kv_heads

@@ -108,7 +108,7 @@ class NativeKernels:
         for number in (self.native.sums_size, self.native.cache_order):
             number.argtypes, number.restype = (), _COUNT
         self.native.shares_segments.restype = self.native.decode.restype = _COUNT
-        self.cache_order = KVOrder(self.native.cache_order())
+        self.cache_order, self.sums_size = KVOrder(self.native.cache_order()), int(self.native.sums_size())
         self.products = Products(self.native, dtype)
         self._caches: WeakKeyDictionary[KVCache, ctypes.Array[LayerCacheAddress]] = WeakKeyDictionary()
 

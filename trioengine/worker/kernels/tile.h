@@ -119,6 +119,14 @@ struct SegmentSums {
         largest[r] = top;
     }
 
+    void copy(const SegmentSums &from, int begin, int end) {
+        for (int r = begin; r < end; r++) {
+            for (int p = 0; p < PARTS; p++) results[r][p] = from.results[r][p];
+            totals[r] = from.totals[r];
+            largest[r] = from.largest[r];
+        }
+    }
+
     // Adds the sums of some rows over the tokens behind these.
     void merge(const SegmentSums &next, int begin, int end) {
         for (int r = begin; r < end; r++) {
