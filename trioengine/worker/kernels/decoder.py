@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import count
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from trioengine.core.errors import InvariantError
 from trioengine.hub.model_config import TextConfig
@@ -50,7 +50,7 @@ class LayerByLayer:
                 hidden, mixed = (rows.index_select(0, batch.output_rows) for rows in (hidden, mixed))
                 adapters = None if adapters is None else adapters.select(batch.output_rows)
             normed = kernels.add(hidden, _multiply(layer.output, mixed, adapters), after_attention)
-            normed = kernels.add(hidden, self._multiply_all(layer.mlp, normed, adapters), after_mlp)
+            normed = kernels.add(hidden, self._compute_mlp(layer.mlp, normed, adapters), after_mlp)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class LayerByLayer:
         found = self.logits(self.forward(batch, attention, states))
         return Computed(found, self._kernels.best(found))
 
-    def _multiply_all(self, mlp: GatedMLP | Experts, x: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
+    def _compute_mlp(self, mlp: GatedMLP | Experts, x: Tensor, adapters: AdaptedRows | None = None) -> Tensor:
         """`adapters` do not change experts."""
         if isinstance(mlp, Experts):
             return self._mix(mlp, x)
@@ -74,7 +74,7 @@ class LayerByLayer:
         results = x.new_empty((*chosen.shape, x.shape[1]))
         for expert in sorted(set(chosen.flatten().tolist())):
             places = chosen == expert
-            results[places] = self._multiply_all(experts.mlps[expert], x[places.any(dim=1)])
+            results[places] = self._compute_mlp(experts.mlps[expert], x[places.any(dim=1)])
         return self._kernels.mix(results, weights)
 
     def _with_states(self, layer: DecoderLayer, inputs: Tensor, batch: ForwardBatch, parts: Iterator[Tensor]) -> Tensor:
@@ -117,7 +117,7 @@ class LayerByLayer:
 
 def embed(weights: DecoderWeights, batch: ForwardBatch) -> Tensor:
     """The embeddings [num_tokens, hidden_size] of the batch."""
-    embeddings = F.embedding(batch.token_ids, weights.embedding)
+    embeddings = embedding(batch.token_ids, weights.embedding)
     if weights.embedding_scale != 1.0:
         embeddings.mul_(weights.embedding_scale)
     if batch.embeddings is not None:

@@ -21,7 +21,8 @@ constexpr int64_t UNIT_STEP = LINE / sizeof(float) / ROW_GROUP;  // for units of
 // The room behind some rows of at most so many columns; `first` is a multiple of ROW_GROUP.
 inline Inputs rows_from(const Inputs &room, int64_t first, int64_t columns) {
     const int64_t pairs = (columns + PAIR - 1) / PAIR;
-    return {{room.quantized.pairs + first * pairs, room.quantized.units + first * UNIT_STEP}, room.values + first * row_length(columns)};
+    const Activations quantized{room.quantized.pairs + first * pairs, room.quantized.units + first * UNIT_STEP};
+    return {quantized, room.values + first * row_length(columns)};
 }
 
 }  // namespace

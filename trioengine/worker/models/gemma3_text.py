@@ -45,10 +45,11 @@ class Gemma3Model(LlamaModel):
         )
 
     def decoder_weights(self, layers: list[DecoderLayer], norm: RMSNorm) -> DecoderWeights:
+        rounded = torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype)  # as by transformers
         return replace(
             super().decoder_weights(layers, add_one(norm)),
             attention_scale=self.config.query_pre_attn_scalar**-0.5,
-            embedding_scale=torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item(),  # as transformers
+            embedding_scale=rounded.item(),
             activation=Activation.GELU_TANH,
         )
 
