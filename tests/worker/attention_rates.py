@@ -1,10 +1,11 @@
 """Measure the native attention of one layer: microseconds, and the rate at which keys and values are read.
 
-Usage, with the root in PYTHONPATH: python tests/worker/attention_rates.py [THREADS]
+Usage, with the root in PYTHONPATH: python tests/worker/attention_rates.py [THREADS [INSTRUCTIONS]]
 
 For steps of one new token, of a chunk of a prompt, and of many sequences, behind contexts of several lengths, in every
 dtype of the KV cache; the shape is the default model's. There are as many layers, so that steps of one token read
-memory. Between the rounds memory is read in its order, because its rate changes from second to second on some hosts.
+memory. INSTRUCTIONS, such as AVX2: the best that are used. Between the rounds memory is read in its order, because its
+rate changes from second to second on some hosts.
 """
 
 import ctypes
@@ -44,8 +45,8 @@ def make_step(sequences: int, new: int, context: int) -> ForwardBatch:
     )  # fmt: skip
 
 
-def main() -> None:
-    torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+def main(threads: str = "1", instructions: str | None = None) -> None:
+    torch.set_num_threads(int(threads))
     print(f"{torch.get_num_threads()} threads")
     memory, native = reserve(MEMORY).fill_(1), load_roof()
 
@@ -53,7 +54,7 @@ def main() -> None:
         native.read(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(MEMORY // 4))
 
     for dtype, cache_dtype in DTYPES:
-        kernels = NativeKernels(HEADS, KV_HEADS, HEAD_DIM, dtype, BLOCK, cache_dtype=cache_dtype)
+        kernels = NativeKernels(HEADS, KV_HEADS, HEAD_DIM, dtype, BLOCK, instructions, cache_dtype)
         layout = KVLayout(kernels.cache_dtype, BLOCK, KV_HEADS, HEAD_DIM, kernels.cache_order)
         for sequences, new, context in STEPS:
             cache = KVCache(layout, sequences * -(-context // BLOCK), LAYERS, torch.device("cpu"))
@@ -80,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -15,7 +15,7 @@ from trioengine.hub.checkpoint import map_file, read_gguf, read_safetensors
 from trioengine.hub.model_config import TextConfig
 from trioengine.worker.compiler import compile_library, end_compilers
 
-SOURCES = [Path(__file__).parent / "kernels" / name for name in ("native.cpp", "products.cpp")]
+SOURCES = [Path(__file__).parent / "kernels" / name for name in ("native.cpp", "attention.cpp", "products.cpp")]
 SEGMENT_SIZE = 512  # tokens of a context whose sums are computed by themselves; another size changes the bits
 _ELEMENTS = {"float32": "float", "bfloat16": "bfloat16", "int8": "int8_t"}
 _GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of a Windows host, and of AMD

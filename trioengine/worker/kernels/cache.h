@@ -103,7 +103,7 @@ inline void store_head(const Element *from, int8_t *to, float *scale) {
 }
 
 // Has the CPU read the lines of a slot, of which a token's elements are a part.
-inline void fetch_slot(int64_t kv_heads, int64_t slot, const LayerCache &cache) {
+ONE_COPY void fetch_slot(int64_t kv_heads, int64_t slot, const LayerCache &cache) {
     constexpr int LINE = 64 / sizeof(CacheElement), IN_LINE = std::max(WORD, LINE / BLOCK_SIZE);  // elements; of a key
     const int64_t token = slot % BLOCK_SIZE;
     for (int64_t h = 0; h < kv_heads; h++) {
@@ -114,7 +114,7 @@ inline void fetch_slot(int64_t kv_heads, int64_t slot, const LayerCache &cache) 
 }
 
 // A token's keys, and the values behind them, to its slot.
-inline void store_token(const Element *from, int64_t kv_heads, int64_t slot, const LayerCache &cache) {
+ONE_COPY void store_token(const Element *from, int64_t kv_heads, int64_t slot, const LayerCache &cache) {
     const int64_t token = slot % BLOCK_SIZE;
     for (int64_t h = 0; h < kv_heads; h++, from += HEAD_DIM) {
         const int64_t block = (slot / BLOCK_SIZE * kv_heads + h) * BLOCK_SIZE;

@@ -51,7 +51,7 @@ class DeltaHead {
 
   private:
     // The convolution's columns behind SiLU; returns their squares.
-    Floats read(int64_t row, int64_t first, int64_t size, float *to) const {
+    ONE_COPY Floats read(int64_t row, int64_t first, int64_t size, float *to) const {
         Floats squares{};
         for_lanes(size, [&](int64_t i, int count) {
             const Floats v = activated(past_.convolved(row, first + i, count), SILU);

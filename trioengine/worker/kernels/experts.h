@@ -40,7 +40,7 @@ struct Routes {
 
 // The experts with the largest scores, the first of equal ones first, and the softmax of their scores at them. Then the
 // shared one.
-inline void route_row(const Element *scores, const Routing &routing, int64_t *chosen, float *weights) {
+ONE_COPY void route_row(const Element *scores, const Routing &routing, int64_t *chosen, float *weights) {
     const int64_t routed = routing.experts - routing.has_shared, most = routing.chosen - routing.has_shared;
     int64_t found = 0;
     for (int64_t expert = 0; expert < routed; expert++) {
@@ -75,7 +75,7 @@ inline void route_row(const Element *scores, const Routing &routing, int64_t *ch
 }
 
 // The sum of the results [places, size] at a row's places, by its weights.
-inline void mix_row(const Element *results, const int64_t *places, const float *weights, int64_t chosen, int64_t size,
+ONE_COPY void mix_row(const Element *results, const int64_t *places, const float *weights, int64_t chosen, int64_t size,
                     Element *out) {
     for_lanes(size, [&](int64_t i, int count) {
         Floats sum{};

@@ -3,7 +3,7 @@
 //
 // All is computed in float32, a register of numbers at a time (lanes.h), in GCC's vector extension, and products by the
 // best instructions (dot.h). Not compiled with -ffast-math: what is not finite must be seen, in its sequence and in no
-// other. The products are compiled beside it (products.cpp).
+// other. Attention and the products are compiled beside it (attention.cpp, products.cpp).
 
 #include "decoder.h"
 
@@ -21,22 +21,7 @@ void store(const Element *heads, int64_t tokens, int64_t kv_heads, const int64_t
     }
 }
 
-// tables [sequences, width]; sums as Scratch's; out [tokens, group_size * kv_heads, head_dim].
-void attend(const Element *heads, int64_t kv_heads, const LayerCache *cache, const int64_t *tables, int64_t width,
-            const Tile *tiles, int64_t num_tiles, float scale, int64_t window, SegmentSums *sums, Element *out) {
-#pragma omp parallel
-    attend_tiles({tiles, num_tiles, kv_heads, heads, {kv_heads, false}, *cache, tables, width, scale, window, out}, sums);
-}
-
-// Whether threads are to share the segments of contexts. Their sums need room for all segments.
-int64_t shares_segments(const Tile *tiles, int64_t num_tiles, int64_t kv_heads) {
-    return shares_segments(tiles, num_tiles, kv_heads, omp_get_max_threads());
-}
-
 CacheOrder cache_order() { return CACHE_IN_PAIRS ? CacheOrder::PAIRS : CacheOrder::TRANSPOSED_KEYS; }
-
-// Bytes of the sums of a tile over a segment.
-int64_t sums_size() { return sizeof(SegmentSums); }
 
 void add(float *hidden, Element *delta, const Residual *residual, int64_t rows, int64_t size, Element *out) {
 #pragma omp parallel for schedule(static) if (rows > 1)

@@ -1,4 +1,4 @@
-"""Attention by native.cpp, and the layout of its batch, which the decoder shares."""
+"""Attention by attention.cpp, and the layout of its batch, which the decoder shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native kernels: calls into the library that is compiled from native.cpp and products.cpp for a model's shape."""
+"""The native kernels: calls into the library that is compiled from C++ for a model's shape."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class PairAttention {
 
     // The scores of some groups, for rows of head h, to row `to` of the scores, and those behind it.
     template <int ROWS, int COUNT>
-    void score(int h, int r, int g, int to) {
+    ONE_COPY void score(int h, int r, int g, int to) {
         const Element *queries[ROWS];
         for (int i = 0; i < ROWS; i++) queries[i] = query(h, r + i);
         const CacheElement *keys[COUNT];
@@ -194,7 +194,7 @@ class PairAttention {
 
     // `groups`: a constant, for loops that are unrolled, or a number.
     template <int ROWS, class Count>
-    void weigh_groups(int from, const Seen *seen, Count groups, int r, SegmentSums &sums) {
+    ONE_COPY void weigh_groups(int from, const Seen *seen, Count groups, int r, SegmentSums &sums) {
         constexpr int COUNT = ROWS > 2 ? STRIP : ROWS;  // a power of 2
         __mmask16 masks[ROWS][GROUPS];
         Floats tops[COUNT];
@@ -226,7 +226,7 @@ class PairAttention {
     // Adds the values of head h in some groups: with row `from` of the weights to row r of the sums, and so on. A row does
     // not add the value of a token that it does not see: 0 times a value that is not finite is nan.
     template <int ROWS>
-    void add_values(const Seen *seen, int from, const Run *runs, int h, int first_group, int last_group, int r,
+    ONE_COPY void add_values(const Seen *seen, int from, const Run *runs, int h, int first_group, int last_group, int r,
                     SegmentSums &to) const {
         const int begin = first_group * GROUP_PAIRS, end = last_group * GROUP_PAIRS;
         const int all_begin = std::clamp((seen[ROWS - 1].begin + 1) / 2, begin, end);  // seen by all rows

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "cache.h"
+#include "attention.h"
 
 namespace {
 
@@ -13,10 +13,6 @@ constexpr int QUERIES = TILE_SIZE * GROUP_SIZE;
 constexpr int WIDE = INSTRUCTIONS >= AVX512 && PARTS % 4 == 0 ? 4 : PARTS % 3 == 0 ? 3 : PARTS % 2 == 0 ? 2 : 1;
 constexpr int KEYS = 64;  // between two looks at the maximum
 constexpr int GROUPS = KEYS / LANES;
-
-struct Tile {
-    int64_t sequence, row, tokens, context;  // the first token's row in the batch; the context of the last one
-};
 
 // Tokens of a context between two looks at the largest score.
 struct Piece {
