@@ -2,6 +2,7 @@
 
 #include <omp.h>
 
+#include "attention.h"
 #include "float_attention.h"
 #include "pair_attention.h"
 
@@ -13,7 +14,7 @@ using TileAttention = std::conditional_t<CACHE_IN_PAIRS, PairAttention, FloatAtt
 using TileAttention = FloatAttention;
 #endif
 
-// The work on the tiles.
+// Attention of all tiles in one layer.
 struct LayerAttention : Tiles {
     static int64_t segments(const Tile &tile) { return (tile.context + SEGMENT_SIZE - 1) / SEGMENT_SIZE; }
     // The first one of which a query sees tokens.
@@ -22,7 +23,7 @@ struct LayerAttention : Tiles {
     // Of some heads of keys and values. `next`: the piece that this thread reads after them. One copy, because GCC makes
     // slower loops of it inside others.
     ONE_COPY void attend(const Tile &tile, int64_t head, int64_t heads, int64_t first, int64_t last, const Next &next,
-                SegmentSums *sums) const {
+                         SegmentSums *sums) const {
         TileAttention attention(tile, int(heads), queries(tile, head), row.size(), row.step(), scale, window);
         const HeadCache cached = head_cache(tile, head);
         SegmentSums latest;
@@ -85,18 +86,18 @@ class Units {
         int64_t head, heads, first, last;  // segments
     };
 
-    Units(const LayerAttention &tiles, bool by_segments) : tiles_(tiles), by_segments_(by_segments) {
+    Units(const LayerAttention &layer, bool by_segments) : layer_(layer), by_segments_(by_segments) {
         int64_t count = 0;
-        for (const Tile *tile = tiles.tiles; tile < tiles.tiles + tiles.count; tile++) {
-            const int64_t spans = by_segments ? tiles.segments(*tile) - tiles.first_segment(*tile) : 1;
+        for (const Tile *tile = layer.tiles; tile < layer.tiles + layer.count; tile++) {
+            const int64_t spans = by_segments ? layer.segments(*tile) - layer.first_segment(*tile) : 1;
             spans_ = std::max(spans_, spans);
-            count += spans * divided_up(tiles.kv_heads, heads_together(*tile, tiles.kv_heads));
+            count += spans * divided_up(layer.kv_heads, heads_together(*tile, layer.kv_heads));
         }
         has_heads_together_ = 4 * divided_up(count, threads_) * threads_ <= 5 * count;
         chunk_ = std::max<int64_t>(1, this->count() / ((by_segments ? 8 : 32) * threads_));
     }
 
-    int64_t count() const { return tiles_.count * spans_ * tiles_.kv_heads; }
+    int64_t count() const { return layer_.count * spans_ * layer_.kv_heads; }
 
     // Threads take chunks of units, in the order of these numbers.
     int64_t num_chunks() const {
@@ -117,24 +118,24 @@ class Units {
     }
 
     Unit operator[](int64_t i) const {
-        const int64_t head = i % tiles_.kv_heads, span = i / tiles_.kv_heads % spans_;
-        const Tile &tile = tiles_.tiles[i / tiles_.kv_heads / spans_];
-        const int64_t first = tiles_.first_segment(tile) + span, end = tiles_.segments(tile);
+        const int64_t head = i % layer_.kv_heads, span = i / layer_.kv_heads % spans_;
+        const Tile &tile = layer_.tiles[i / layer_.kv_heads / spans_];
+        const int64_t first = layer_.first_segment(tile) + span, end = layer_.segments(tile);
         const bool is_there = first < end && head % heads(tile) == 0;
-        return {&tile, head, is_there ? std::min(heads(tile), tiles_.kv_heads - head) : 0, first,
+        return {&tile, head, is_there ? std::min(heads(tile), layer_.kv_heads - head) : 0, first,
                 by_segments_ ? first + 1 : end};
     }
 
     // Of a unit: one, where threads would have nothing to do otherwise.
     int64_t heads(const Tile &tile) const {
-        return has_heads_together_ ? heads_together(tile, tiles_.kv_heads) : 1;
+        return has_heads_together_ ? heads_together(tile, layer_.kv_heads) : 1;
     }
 
     // The place of the first segment of all.
-    int64_t first(int64_t tile, int64_t head) const { return tile * spans_ * tiles_.kv_heads + head; }
+    int64_t first(int64_t tile, int64_t head) const { return tile * spans_ * layer_.kv_heads + head; }
 
   private:
-    const LayerAttention &tiles_;
+    const LayerAttention &layer_;
     const bool by_segments_;
     const int64_t threads_ = omp_get_num_threads();
     int64_t spans_ = 1;  // units of some heads of a tile, at most
@@ -149,39 +150,39 @@ extern "C" {
 // ---- called by native.cpp, and below ----
 
 void attend_tiles(const Tiles &tiles, SegmentSums *sums) {
-    const LayerAttention t{tiles};
-    const Units units(t, sums != nullptr);
+    const LayerAttention layer{tiles};
+    const Units units(layer, sums != nullptr);
 #pragma omp for schedule(dynamic)
     for (int64_t number = 0; number < units.num_chunks(); number++)
         for (auto [i, end] = units.chunk(number); i < end; i++) {
             const auto [tile, head, heads, first, last] = units[i];
             if (heads == 0) continue;
             const auto next = units[std::min(i + heads, units.count() - 1)];  // if it is not another thread's
-            const HeadCache next_cache = t.head_cache(*next.tile, next.head);
-            const Next behind{&next_cache, TileRows(*next.tile, t.window).first_of(next.first)};
+            const HeadCache next_cache = layer.head_cache(*next.tile, next.head);
+            const Next behind{&next_cache, TileRows(*next.tile, layer.window).first_of(next.first)};
             SegmentSums own;
-            t.attend(*tile, head, heads, first, last, behind, sums == nullptr ? &own : sums + i);
-            const int rows = t.rows(*tile);
-            for (int h = 0; h < heads && sums == nullptr; h++) t.write(*tile, head + h, own, h * rows, 0, rows);
+            layer.attend(*tile, head, heads, first, last, behind, sums == nullptr ? &own : sums + i);
+            const int rows = layer.rows(*tile);
+            for (int h = 0; h < heads && sums == nullptr; h++) layer.write(*tile, head + h, own, h * rows, 0, rows);
         }
     if (sums == nullptr) return;
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < t.count * t.kv_heads * GROUP_SIZE; i++) {  // as many rows as the tile has tokens
-        const int64_t number = i / GROUP_SIZE / t.kv_heads, head = i / GROUP_SIZE % t.kv_heads;
-        const Tile &tile = t.tiles[number];
+    for (int64_t i = 0; i < layer.count * layer.kv_heads * GROUP_SIZE; i++) {  // as many rows as the tile has tokens
+        const int64_t number = i / GROUP_SIZE / layer.kv_heads, head = i / GROUP_SIZE % layer.kv_heads;
+        const Tile &tile = layer.tiles[number];
         const int64_t heads_before = head % units.heads(tile);  // in the same sums
         const SegmentSums *own = sums + units.first(number, head - heads_before);
         const int tokens = int(tile.tokens), begin = int(i % GROUP_SIZE) * tokens;
-        const int first = int(heads_before) * t.rows(tile) + begin, last = first + tokens;
+        const int first = int(heads_before) * layer.rows(tile) + begin, last = first + tokens;
         SegmentSums merged;  // rows of other threads lie in the same lines of `sums`
         merged.copy(*own, first, last);
-        for (int64_t segment = 1; segment < t.segments(tile) - t.first_segment(tile); segment++)
-            merged.merge(own[segment * t.kv_heads], first, last);
-        t.write(tile, head, merged, first - begin, begin, begin + tokens);
+        for (int64_t segment = 1; segment < layer.segments(tile) - layer.first_segment(tile); segment++)
+            merged.merge(own[segment * layer.kv_heads], first, last);
+        layer.write(tile, head, merged, first - begin, begin, begin + tokens);
     }
 }
 
-// ---- called by native_attention.py ----
+// ---- called by native_attention.py and native_kernels.py ----
 
 // tables [sequences, width]; sums as of attend_tiles; out [tokens, group_size * kv_heads, head_dim].
 void attend(const Element *heads, int64_t kv_heads, const LayerCache *cache, const int64_t *tables, int64_t width,

@@ -1,4 +1,4 @@
-// Attention of all tiles of a step, over the paged KV cache; compiled in attention.cpp alone.
+// Attention of all tiles of a step, over the paged KV cache: its parameters, and its only function (attention.cpp).
 
 #pragma once
 
@@ -6,12 +6,8 @@
 
 namespace {
 
-// Queries of some tokens of a sequence, which follow each other.
-struct Tile {
-    int64_t sequence, row, tokens, context;  // the first token's row in the batch; the context of the last one
-};
-
-struct SegmentSums;  // of a tile (tile.h)
+struct Tile;         // tile.h
+struct SegmentSums;
 
 // Where the heads of a token lie in its row: queries, each with its gates behind it, if there are any; keys; values.
 struct HeadRow {

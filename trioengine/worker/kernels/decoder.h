@@ -1,5 +1,5 @@
 // All of a decoder in one parallel region, by the operations, and so with the bits, of the kernels that are called one by
-// one (native.cpp).
+// one (native.cpp, attention.cpp).
 
 #pragma once
 

@@ -76,7 +76,7 @@ ONE_COPY void route_row(const Element *scores, const Routing &routing, int64_t *
 
 // The sum of the results [places, size] at a row's places, by its weights.
 ONE_COPY void mix_row(const Element *results, const int64_t *places, const float *weights, int64_t chosen, int64_t size,
-                    Element *out) {
+                      Element *out) {
     for_lanes(size, [&](int64_t i, int count) {
         Floats sum{};
         for (int64_t j = 0; j < chosen; j++)

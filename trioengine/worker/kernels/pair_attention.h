@@ -226,7 +226,7 @@ class PairAttention {
     // Adds the values of head h in some groups: with row `from` of the weights to row r of the sums, and so on. A row does
     // not add the value of a token that it does not see: 0 times a value that is not finite is nan.
     template <int ROWS>
-    ONE_COPY void add_values(const Seen *seen, int from, const Run *runs, int h, int first_group, int last_group, int r,
+    void add_values(const Seen *seen, int from, const Run *runs, int h, int first_group, int last_group, int r,
                     SegmentSums &to) const {
         const int begin = first_group * GROUP_PAIRS, end = last_group * GROUP_PAIRS;
         const int all_begin = std::clamp((seen[ROWS - 1].begin + 1) / 2, begin, end);  // seen by all rows

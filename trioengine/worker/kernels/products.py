@@ -98,7 +98,7 @@ class Products:
     """
 
     def __init__(self, native: ctypes.CDLL, dtype: torch.dtype) -> None:
-        """`native` is compiled from native.cpp for the dtype."""
+        """`native`: the library that is compiled for the dtype."""
         self.native, self.dtype = native, dtype
         native.packed_size.restype = _COUNT
         self._pages = HugePages()

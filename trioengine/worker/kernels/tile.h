@@ -14,6 +14,10 @@ constexpr int WIDE = INSTRUCTIONS >= AVX512 && PARTS % 4 == 0 ? 4 : PARTS % 3 ==
 constexpr int KEYS = 64;  // between two looks at the maximum
 constexpr int GROUPS = KEYS / LANES;
 
+struct Tile {
+    int64_t sequence, row, tokens, context;  // the first token's row in the batch; the context of the last one
+};
+
 // Tokens of a context between two looks at the largest score.
 struct Piece {
     int64_t start;
