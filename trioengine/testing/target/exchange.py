@@ -52,9 +52,9 @@ class Target:
     process: tuple[int, int] | None = None  # figures after the first programs
     headers: dict[str, str] = field(default_factory=dict, repr=False)
 
-    def allow_starts(self, seconds: float) -> None:
-        """Give each deadline room for starts of a worker, of which one takes `seconds`."""
-        self.slack = STARTS * seconds
+    def allow_starts(self, seconds: float, hang: float = 0.0) -> None:
+        """Give each deadline room for starts of a worker, of which one takes `seconds`, and for `hang` seconds."""
+        self.slack = STARTS * seconds + hang
         self.deadline += self.slack
         self.call_deadline += self.slack
 

@@ -39,6 +39,7 @@ OPTIONS = {  # of the server: small limits, and short times
     "kv-cache-memory": 64 << 20,
     "num-threads": 1,
     "unresponsive-timeout": 3,
+    "startup-timeout": 30,  # CPython up to 3.13 waits endlessly for a thread that has no memory for its first frame
     "ping-interval": 0.2,
     "shutdown-timeout": 2,
     "worker-shutdown-timeout": 3,
@@ -81,9 +82,9 @@ class ServerProcess(TrioDriver):
         return "{}:{}".format(*self._address)
 
     async def measured(self) -> Target:
-        """Return the server as a target, with deadlines that have room for starts of the worker."""
+        """Return the server as a target, with deadlines that have room for starts of the worker; one may hang."""
         target = await self.run(calibrate(Target(self.address, "", TRIOENGINE)))
-        target.allow_starts(self._start_time)
+        target.allow_starts(self._start_time, hang=OPTIONS["startup-timeout"])
         return target
 
     # ---- start and end ----------------------------------------------------------------------------------------------
