@@ -12,7 +12,7 @@ from trioengine.testing.target.exchange import Target
 from trioengine.testing.target.faults import FaultyRun
 from trioengine.testing.target.hunt import Hunt
 from trioengine.testing.target.program import FAULTS, Step
-from trioengine.testing.target.server_process import OPTIONS, command_line, started
+from trioengine.testing.target.server_process import command_line, started
 
 OPEN = ("open", {"client": 0, "stream": True, "max_tokens": 64, "words": 0, "golden": False})
 WHOLE = ("open", {"client": 1, "stream": False, "max_tokens": 8, "words": 30, "golden": False})
@@ -54,9 +54,9 @@ def unmeasured(server, model, **deadlines):
 
 async def test_a_server_survives_every_fault(smollm2):
     used = set()
-    async with started(command_line(with_model((str(smollm2),)))) as server:
+    async with started(command_line(with_model((str(smollm2), "--startup-timeout", "40")))) as server:
         hunt = await hunting(server)
-        assert hunt.target.deadline > OPTIONS["startup-timeout"]  # a worker without memory may hang while it starts
+        assert hunt.target.slack > 40  # one start may hang, for lack of memory
         for name, program in PROGRAMS.items():
             run, finding = await hunt.run(steps_of(program))
             assert finding is None, (name, run.findings, run.log, run.evidence)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -39,7 +40,7 @@ OPTIONS = {  # of the server: small limits, and short times
     "kv-cache-memory": 64 << 20,
     "num-threads": 1,
     "unresponsive-timeout": 3,
-    "startup-timeout": 30,  # CPython up to 3.13 waits endlessly for a thread that has no memory for its first frame
+    "startup-timeout": 60,  # a compile may take most of it
     "ping-interval": 0.2,
     "shutdown-timeout": 2,
     "worker-shutdown-timeout": 3,
@@ -82,9 +83,12 @@ class ServerProcess(TrioDriver):
         return "{}:{}".format(*self._address)
 
     async def measured(self) -> Target:
-        """Return the server as a target, with deadlines that have room for starts of the worker; one may hang."""
+        """Return the server as a target, with deadlines that have room for starts of the worker.
+
+        One may hang: CPython may wait endlessly for a thread that finds no memory for its first frame.
+        """
         target = await self.run(calibrate(Target(self.address, "", TRIOENGINE)))
-        target.allow_starts(self._start_time, hang=OPTIONS["startup-timeout"])
+        target.allow_starts(self._start_time, hang=_startup_timeout(self._command))
         return target
 
     # ---- start and end ----------------------------------------------------------------------------------------------
@@ -270,6 +274,13 @@ async def started(command: Sequence[str]) -> AsyncIterator[ServerProcess]:
             yield server
         finally:
             await server.end()
+
+
+def _startup_timeout(command: Sequence[str]) -> float:
+    """Return the last value in the command, in seconds."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--startup-timeout", type=float, default=OPTIONS["startup-timeout"])
+    return float(parser.parse_known_args(command)[0].startup_timeout)
 
 
 def _child_of(parent: int, argument: str) -> int | None:

@@ -77,7 +77,7 @@ inline bool shares_segments(const Tile *tiles, int64_t count, int64_t kv_heads, 
     return longest > SEGMENT_SIZE && longest * 8 * threads > total;
 }
 
-// What threads share: a unit is some heads of a tile, over one segment or over all. Its number has a place for each tile,
+// The work that threads share: a unit is some heads of a tile, over one segment or over all. Its number has a place for each tile,
 // segment and head; those without a unit have no heads.
 class Units {
   public:
