@@ -277,7 +277,7 @@ async def started(command: Sequence[str]) -> AsyncIterator[ServerProcess]:
 
 
 def _startup_timeout(command: Sequence[str]) -> float:
-    """Return the last value in the command, in seconds."""
+    """Return the last one in the command, in seconds."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--startup-timeout", type=float, default=OPTIONS["startup-timeout"])
     return float(parser.parse_known_args(command)[0].startup_timeout)

@@ -77,8 +77,8 @@ inline bool shares_segments(const Tile *tiles, int64_t count, int64_t kv_heads, 
     return longest > SEGMENT_SIZE && longest * 8 * threads > total;
 }
 
-// The work that threads share: a unit is some heads of a tile, over one segment or over all. Its number has a place for each tile,
-// segment and head; those without a unit have no heads.
+// The work that threads share: a unit is some heads of a tile, over one segment or over all. Its number has a place for
+// each tile, segment and head; those without a unit have no heads.
 class Units {
   public:
     struct Unit {
