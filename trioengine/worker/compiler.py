@@ -36,7 +36,6 @@ _FLAGS = (
     "--param=avoid-fma-max-bits=0",  # else GCC fuses products and sums in some loops, for AMD
     "-fopenmp",
     "-fPIC",
-    "-Wall",
 )
 _TIMEOUT = 55.0  # seconds: some are needed; a start may take longer than two of them without progress
 _WORKPLACE = ".compile-"  # + a random suffix
