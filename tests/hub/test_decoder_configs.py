@@ -67,6 +67,7 @@ def test_the_layers_that_rotate(fields, rotates):
 def test_the_layers_with_experts(fields, has_experts):
     config = read("qwen3_moe", num_experts=3, num_experts_per_tok=2, **fields)
     assert config.experts.layers == has_experts
+    assert config.has_experts == any(has_experts)
     wanted = config.wanted_tensors()
     for index, has in enumerate(has_experts):
         mlp = f"model.layers.{index}.mlp."

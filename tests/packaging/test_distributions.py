@@ -62,7 +62,7 @@ def test_a_wheel_has_the_modules_of_the_tree(tree, tmp_path):
         f"trioengine-{__version__}.{kind}" for kind in ("data", "dist-info")
     }
     headers = ("attention", "decoder", "dot", "floats", "integers", "lanes", "products", "rows", "weight")
-    files = ("native.cpp", "attention.cpp", "products.cpp", *(f"{header}.h" for header in headers))
+    files = ("native.cpp", "attention.cpp", *(f"{header}.h" for header in headers))
     sources = {f"trioengine/worker/kernels/{name}" for name in files}
     assert {"trioengine/py.typed", *sources} <= names
 

@@ -2,6 +2,7 @@
 
 import random
 import re
+from contextlib import closing
 
 import gguf
 import numpy as np
@@ -174,6 +175,13 @@ def test_bfloat16_runs(tmp_path, variant, options):
     runner = load(path, dtype="bfloat16", kv_cache_memory=4 << 20, kv_cache_dtype="int8", **options)
     answers, _ = generate(runner, [PROMPT, PROMPT[:5]], 8)
     assert [len(answer) for answer in answers] == [8, 8]
+
+
+@pytest.mark.parametrize("variant", list(tiny_decoders.VARIANTS))
+def test_whether_it_has_experts(tmp_path, variant):
+    with closing(open_checkpoint(str(tiny_decoders.write(tmp_path, variant)))) as checkpoint:
+        model = checkpoint.config
+    assert model.text.has_experts == any(".experts." in name for name in model.wanted_tensors())
 
 
 def test_the_parts_beside_the_decoder_are_ignored(tmp_path):

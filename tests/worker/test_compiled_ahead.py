@@ -6,6 +6,7 @@ import shutil
 import threading
 
 import pytest
+from helpers import tiny_decoders
 from helpers.compilers import WHEN_COMPILING, count_compilations, own_home, use_compiler, write_source
 
 from trioengine.core.config import WorkerConfig
@@ -46,8 +47,8 @@ def test_loading_waits_for_the_compilation(source, tmp_path, monkeypatch):
     ahead.start()
     answers = []
     loading = threading.Thread(target=lambda: answers.append(load_library([source], {"ANSWER": 9}).answer()))
-    with entered.open():  # the compiler runs
-        loading.start()
+    entered.read_text()  # the compiler runs
+    loading.start()
     loading.join()
     ahead.join()
     assert answers == [9]
@@ -80,8 +81,8 @@ def test_an_error_beside_the_compilation_ends_it(path, tmp_path, home, monkeypat
     do = f"echo > {entered}; sleep 1000"
     use_compiler(tmp_path, monkeypatch, WHEN_COMPILING.format(do=do, compiler=shutil.which("g++")))
     with pytest.raises(ZeroDivisionError), compiling_ahead(WorkerConfig(str(path), device="cpu")):
-        with entered.open():  # the compiler runs
-            raise ZeroDivisionError
+        entered.read_text()  # the compiler runs
+        raise ZeroDivisionError
     assert not list(home.iterdir())
 
 
@@ -103,14 +104,20 @@ def test_the_home_of_another_user_is_none_for_us(source, home, monkeypatch, comp
 
 
 CONFIGURATIONS = [
-    {},
-    {"dtype": "bfloat16", "block_size": 32},
-    {"dtype": "float32", "kv_cache_dtype": "int8"},
+    ("llama", {}),
+    ("llama", {"dtype": "bfloat16", "block_size": 32}),
+    ("llama", {"dtype": "float32", "kv_cache_dtype": "int8"}),
+    ("lfm2", {}),
+    ("qwen3-moe", {}),
+    ("qwen3_5-moe", {}),
 ]
 
 
-@pytest.mark.parametrize("changes", CONFIGURATIONS)
-def test_the_library_that_is_compiled_ahead_is_the_one_that_the_model_loads(path, compilations, changes):
+@pytest.mark.parametrize(("variant", "changes"), CONFIGURATIONS)
+def test_the_library_that_is_compiled_ahead_is_the_one_that_the_model_loads(
+    path, tmp_path, compilations, variant, changes
+):
+    path = path if variant == "llama" else tiny_decoders.write(tmp_path / variant, variant)
     config = WorkerConfig(str(path), device="cpu", kv_cache_memory=64 << 20, **changes)
     with compiling_ahead(config):
         pass

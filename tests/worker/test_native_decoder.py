@@ -266,6 +266,22 @@ def test_weights_of_other_widths_are_refused(tiny_llama, tmp_path):
             kernels.decoder(runner.model.config, replace(weights, **wrong))
 
 
+@pytest.mark.parametrize("variant", ["lfm2", "qwen3_5", "qwen3-moe"])
+def test_layers_that_are_not_compiled_are_refused(tmp_path, variant):
+    """The library of a model has the functions for its kinds of layers alone."""
+    runner = load(tiny_decoders.write(tmp_path, variant))
+    weights, config = runner.model._decoder._weights, runner.model.config
+    has = {"has_states": variant != "qwen3-moe", "has_experts": variant == "qwen3-moe"}
+    shape = config.num_heads, config.num_kv_heads, config.head_dim, torch.float32, 16
+    compiled, others = NativeKernels(*shape, **has), NativeKernels(*shape, **{name: not has[name] for name in has})
+    for kernels, found in ((compiled, has), (others, {name: not has[name] for name in has})):
+        for name, functions in {"has_states": ("convolve", "update_delta"), "has_experts": ("route", "mix")}.items():
+            assert [hasattr(kernels.native, function) for function in functions] == [found[name]] * 2
+    assert isinstance(compiled.decoder(config, weights), NativeDecoder)
+    with pytest.raises(InvariantError, match="for which nothing is compiled"):
+        others.decoder(config, weights)
+
+
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_an_embedding_model_has_no_logits(tiny_llama, tmp_path, kernels):
     """It is refused before keys and values are stored."""

@@ -81,6 +81,10 @@ class ExpertsConfig(LlamaConfig):
 
     experts: ExpertsShape
 
+    @property
+    def has_experts(self) -> bool:
+        return any(self.experts.layers)
+
     def wanted_tensors(self, prefix: str = "model.") -> dict[str, Shape]:
         wanted = LlamaConfig.wanted_tensors(self, prefix)
         self.experts.replace_mlps(wanted, prefix, self.hidden_size)

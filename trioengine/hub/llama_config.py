@@ -87,6 +87,11 @@ class LlamaConfig:
         return ()
 
     @property
+    def has_experts(self) -> bool:
+        """Whether any layer has experts in place of one MLP: none has."""
+        return False
+
+    @property
     def ignored_prefixes(self) -> tuple[str, ...]:
         """The beginnings of the names of tensors that are not read: none."""
         return ()

@@ -81,6 +81,11 @@ class TextConfig(Protocol):
         """The parts of a sequence's state, in the order of the layers: one or two of each layer that has a state."""
         ...
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer has experts in place of one MLP."""
+        ...
+
 
 class ModelConfig(Protocol):
     """The configuration of one architecture: a frozen dataclass. Equal configurations mean interchangeable weights."""

@@ -41,6 +41,10 @@ class Qwen35MoeConfig(Qwen35Config):
 
     experts: ExpertsShape
 
+    @property
+    def has_experts(self) -> bool:
+        return any(self.experts.layers)
+
     def wanted_tensors(self, prefix: str = "model.") -> dict[str, Shape]:
         wanted = Qwen35Config.wanted_tensors(self, prefix)
         self.experts.replace_mlps(wanted, self.prefix, self.hidden_size)

@@ -56,7 +56,8 @@ def probe() -> None:
     kernels, no_kernels = "native" if device.type == "cpu" else "triton", None
     try:
         if device.type == "cpu":
-            NativeKernels(9, 3, 64, choose_dtype("auto", device), 16)  # for the default model
+            shape, dtype = (9, 3, 64), choose_dtype("auto", device)  # the default model's
+            NativeKernels(*shape, dtype, 16, has_states=False, has_experts=False)
         else:
             check_triton(device)
     except KernelsUnavailable as exc:

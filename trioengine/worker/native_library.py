@@ -15,7 +15,7 @@ from trioengine.hub.checkpoint import map_file, read_gguf, read_safetensors
 from trioengine.hub.model_config import TextConfig
 from trioengine.worker.compiler import compile_library, end_compilers
 
-SOURCES = [Path(__file__).parent / "kernels" / name for name in ("native.cpp", "attention.cpp", "products.cpp")]
+SOURCES = [Path(__file__).parent / "kernels" / name for name in ("native.cpp", "attention.cpp")]
 SEGMENT_SIZE = 512  # tokens of a context whose sums are computed by themselves; another size changes the bits
 _ELEMENTS = {"float32": "float", "bfloat16": "bfloat16", "int8": "int8_t"}
 _GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of a Windows host, and of AMD
@@ -24,9 +24,20 @@ _KEYS, _LANES = 64, 16  # of tile.h and lanes.h, at most
 
 
 def library_macros(
-    num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, cache_dtype: str, block_size: int
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    cache_dtype: str,
+    block_size: int,
+    *,
+    has_states: bool,
+    has_experts: bool,
 ) -> dict[str, str | int]:
-    """Return the macros for a model of this shape, with torch's names of its dtype and of its KV cache's."""
+    """Return the macros for a model of this shape, with torch's names of its dtype and of its KV cache's.
+
+    Layers with states or experts are compiled for the models that have them: they take a fifth of the compiler's time.
+    """
     group_size = num_heads // num_kv_heads
     row_bytes = 4 * (2 * -(-head_dim // _LANES) * _LANES + _KEYS)
     return {
@@ -37,6 +48,8 @@ def library_macros(
         "CACHE_ELEMENT": _ELEMENTS[cache_dtype],
         "BLOCK_SIZE": block_size,
         "SEGMENT_SIZE": SEGMENT_SIZE,
+        "HAS_STATES": int(has_states),
+        "HAS_EXPERTS": int(has_experts),
     }
 
 
@@ -65,8 +78,13 @@ def _compile_ahead(config: WorkerConfig) -> None:
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     with suppress(Exception):  # raised again, and reported, where the library is loaded
         text = _text_config(Path(config.model_path))
-        shape = text.num_heads, text.num_kv_heads, text.head_dim
-        compile_library(SOURCES, library_macros(*shape, dtype, cache_dtype, config.block_size))
+        macros = library_macros(
+            *(text.num_heads, text.num_kv_heads, text.head_dim),
+            *(dtype, cache_dtype, config.block_size),
+            has_states=bool(text.state_parts),
+            has_experts=text.has_experts,
+        )
+        compile_library(SOURCES, macros)
 
 
 def _is_for_cpu(device: str) -> bool:

@@ -11,7 +11,8 @@ struct Convolution {
     const float *bias;    // [size]; null: there is none
     int64_t taps, size;
 
-    bool is_there() const { return weight != nullptr; }
+    // False for the compiler where no layer of the model has a state.
+    bool is_there() const { return HAS_STATES && weight != nullptr; }
 };
 
 // Of a step: a token's sequence, and the rows and the slot of a sequence.

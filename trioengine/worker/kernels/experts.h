@@ -21,7 +21,8 @@ struct Experts {
     const Weight *gate_up, *down;  // [experts]; null: the layer has none
     int64_t *loads;                // [experts]: the rows that each had in the last step
 
-    bool are_there() const { return gate_up != nullptr; }
+    // False for the compiler where no layer of the model has experts.
+    bool are_there() const { return HAS_EXPERTS && gate_up != nullptr; }
 };
 
 // Some rows of an expert.

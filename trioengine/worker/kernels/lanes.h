@@ -35,6 +35,9 @@
 #define INSTRUCTIONS 0
 #endif
 
+// Compiled once, not in each caller: such a function does so much that a call costs nothing beside it.
+#define ONE_COPY __attribute__((noinline)) inline
+
 namespace {
 
 constexpr int LANES = INSTRUCTIONS >= AVX512 ? 16 : INSTRUCTIONS == AVX2 ? 8 : 4;

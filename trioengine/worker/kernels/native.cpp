@@ -1,11 +1,25 @@
 // The CPU's kernels, compiled for one model: ELEMENT (float or bfloat16), CACHE_ELEMENT, HEAD_DIM, GROUP_SIZE, TILE_SIZE,
-// BLOCK_SIZE and SEGMENT_SIZE (tile.h).
+// BLOCK_SIZE and SEGMENT_SIZE (tile.h), and HAS_STATES and HAS_EXPERTS, of its layers (0 or 1).
 //
 // All is computed in float32, a register of numbers at a time (lanes.h), in GCC's vector extension, and products by the
 // best instructions (dot.h). Not compiled with -ffast-math: what is not finite must be seen, in its sequence and in no
-// other. Attention and the products are compiled beside it (attention.cpp, products.cpp).
+// other. Attention is compiled beside it (attention.cpp).
 
 #include "decoder.h"
+
+namespace {
+
+// x [rows, inputs]; out [rows, outputs]; `room` is for that many rows.
+inline void prepare_and_multiply(const Weight &w, const Element *x, int64_t rows, const Inputs &room, const Results &out) {
+#pragma omp parallel
+    {
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < rows; r++) prepare_row(x + r * w.inputs, r, w, room);
+        product(room, w, rows, out);
+    }
+}
+
+}  // namespace
 
 extern "C" {
 
@@ -42,6 +56,7 @@ void rotate(Element *heads, int64_t tokens, int64_t all_heads, int64_t count, co
             rotate_head(heads + (t * all_heads + h) * HEAD_DIM, rotary->size, rotary->at(positions[t]));
 }
 
+#if HAS_STATES
 // inputs [tokens, 3 * size]; states [slots, taps - 1, size]; out [tokens, size].
 void convolve(const Convolution *convolution, const Element *inputs, int64_t tokens, Element *states,
               const StateRows *rows, Element *out) {
@@ -55,6 +70,7 @@ void update_delta(const Delta *delta, const Element *inputs, Element *kept, floa
 #pragma omp parallel
     update_delta(*delta, inputs, kept, matrices, *rows, out);
 }
+#endif
 
 // results and gates [rows, size].
 void gate(Element *results, const Element *gates, int64_t rows, int64_t size) {
@@ -73,6 +89,7 @@ void best(const float *logits, int64_t rows, int64_t size, float *largest_ones, 
     for (int64_t r = 0; r < rows; r++) places[r] = best_place(logits + r * size, size, largest_ones + r);
 }
 
+#if HAS_EXPERTS
 void route(const Element *scores, int64_t rows, const Routing *routing, int64_t *chosen, float *weights) {
 #pragma omp parallel for schedule(static) if (rows > 1)
     for (int64_t r = 0; r < rows; r++)
@@ -85,6 +102,29 @@ void mix(const Element *results, const int64_t *places, const float *weights, in
 #pragma omp parallel for schedule(static) if (rows > 1)
     for (int64_t r = 0; r < rows; r++)
         mix_row(results, places + r * chosen, weights + r * chosen, chosen, size, out + r * size);
+}
+#endif
+
+// ---- called by products.py ----
+
+// Bytes of a packed weight of the dtype.
+int64_t packed_size(int64_t outputs, int64_t inputs) {
+    return num_streams(outputs) * STREAM * padded(inputs) * sizeof(Element);
+}
+
+void pack(const Element *weight, int64_t outputs, int64_t inputs, Element *packed) {
+#pragma omp parallel for schedule(static)
+    for (int64_t stream = 0; stream < num_streams(outputs); stream++)
+        pack_stream(weight, outputs, inputs, stream, packed);
+}
+
+void linear(const Weight *w, const Element *x, int64_t rows, const Inputs *room, Element *out) {
+    prepare_and_multiply(*w, x, rows, *room, {out});
+}
+
+// The same without the last rounding.
+void linear_to_floats(const Weight *w, const Element *x, int64_t rows, const Inputs *room, float *out) {
+    prepare_and_multiply(*w, x, rows, *room, {nullptr, out});
 }
 
 // ---- called by native_decoder.py ----

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -12,7 +12,7 @@ from trioengine.worker.kernels import Experts, Routing
 from trioengine.worker.kernels.products import ROW_GROUP, NativeLinear, Scratch, WeightAddress
 
 _ADDRESS, _COUNT = ctypes.c_void_p, ctypes.c_int64
-FUNCTIONS: Mapping[str, tuple[type, ...]] = {
+FUNCTIONS: dict[str, tuple[type, ...]] = {
     "route": (_ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _ADDRESS),
     "mix": (_ADDRESS, _ADDRESS, _ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +17,7 @@ from trioengine.worker.kernels import (
     Convolution,
     Decoder,
     DecoderWeights,
+    Experts,
     GatedDelta,
     Residual,
     RMSNorm,
@@ -39,7 +39,7 @@ from trioengine.worker.kernels.addresses import (
 )
 from trioengine.worker.kernels.batch import ForwardBatch, StateRows
 from trioengine.worker.kernels.best_tokens import Best
-from trioengine.worker.kernels.decoder import LayerByLayer
+from trioengine.worker.kernels.decoder import LayerByLayer, has_states
 from trioengine.worker.kernels.kv_cache import KVCache, KVOrder
 from trioengine.worker.kernels.native_attention import (
     LayerCacheAddress,
@@ -52,12 +52,10 @@ from trioengine.worker.kernels.products import Products
 from trioengine.worker.native_library import SOURCES, library_macros
 
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_FUNCTIONS: Mapping[str, tuple[type, ...]] = {
+_FUNCTIONS: dict[str, tuple[type, ...]] = {
     "add": (_ADDRESS, _ADDRESS, _ADDRESS, _COUNT, _COUNT, _ADDRESS),
     "norm_heads": (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS),
     "rotate": (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS, _ADDRESS),
-    "convolve": (_ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _ADDRESS),
-    "update_delta": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
     "gate": (_ADDRESS, _ADDRESS, _COUNT, _COUNT),
     "best": (_ADDRESS, _COUNT, _COUNT, _ADDRESS, _ADDRESS),
     "gated": (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS),
@@ -69,7 +67,10 @@ _FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "shares_segments": (_ADDRESS, _COUNT, _COUNT),
     **products.FUNCTIONS,
     **native_decoder.FUNCTIONS,
-    **native_experts.FUNCTIONS,
+}
+_OF_STATES: dict[str, tuple[type, ...]] = {
+    "convolve": (_ADDRESS, _ADDRESS, _COUNT, _ADDRESS, _ADDRESS, _ADDRESS),
+    "update_delta": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
 }
 
 
@@ -89,20 +90,30 @@ class NativeKernels:
         block_size: int,
         at_most: str | None = None,
         cache_dtype: torch.dtype | None = None,
+        *,
+        has_states: bool = True,
+        has_experts: bool = True,
     ) -> None:
         """Load the library, compiled now if it never was before. Raises KernelsUnavailable, with the reason.
 
         `at_most`: the best instructions that the kernels use, of lanes.h; None: this CPU's. `cache_dtype`: the KV
-        cache's, `dtype` or int8; None: `dtype`.
+        cache's, `dtype` or int8; None: `dtype`. `has_states`, `has_experts`: whether there may be such layers.
         """
         self.dtype, self.cache_dtype = dtype, cache_dtype or dtype
+        self._has_states, self._has_experts = has_states, has_experts
         element, cache_element = (str(each).removeprefix("torch.") for each in (self.dtype, self.cache_dtype))
-        macros = library_macros(num_heads, num_kv_heads, head_dim, element, cache_element, block_size)
+        macros = library_macros(
+            *(num_heads, num_kv_heads, head_dim),
+            *(element, cache_element, block_size),
+            has_states=has_states,
+            has_experts=has_experts,
+        )
         if at_most is not None:
             macros["AT_MOST"] = at_most
         self.group_size, self.tile_size = int(macros["GROUP_SIZE"]), int(macros["TILE_SIZE"])
-        self.native = load_library(SOURCES, macros, tuple(_FUNCTIONS))
-        for name, types in _FUNCTIONS.items():
+        functions = _FUNCTIONS | (_OF_STATES if has_states else {}) | (native_experts.FUNCTIONS if has_experts else {})
+        self.native = load_library(SOURCES, macros, tuple(functions))
+        for name, types in functions.items():
             function = getattr(self.native, name)
             function.argtypes, function.restype = types, None
         for number in (self.native.sums_size, self.native.cache_order):
@@ -195,4 +206,8 @@ class NativeKernels:
         return NativeAttention(self, batch, cache, caches)
 
     def decoder(self, config: TextConfig, weights: DecoderWeights) -> Decoder:
+        layers = weights.layers
+        with_states, with_experts = any(map(has_states, layers)), any(isinstance(each.mlp, Experts) for each in layers)
+        if with_states > self._has_states or with_experts > self._has_experts:
+            raise InvariantError("a layer with states or experts, for which nothing is compiled")
         return NativeDecoder(config, weights, LayerByLayer(self, config, weights))

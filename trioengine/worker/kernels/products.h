@@ -1,5 +1,5 @@
 // A weight, rows that are prepared for its product, and the product itself: of integers (integers.h), or of numbers of the
-// dtype (floats.h). Its tiles, which take long to compile, are in products.cpp alone.
+// dtype (floats.h).
 
 #pragma once
 
@@ -25,21 +25,23 @@ inline Inputs rows_from(const Inputs &room, int64_t first, int64_t columns) {
     return {quantized, room.values + first * row_length(columns)};
 }
 
-}  // namespace
+// Quantizes a row, or lays it out for floats.h.
+ONE_COPY void prepare_row(const Element *x, int64_t row, const Weight &w, const Inputs &to) {
+    if (w.bits > 0)
+        quantize_row(x, row, w, to.quantized);
+    else
+        prepare_floats(x, row, w.inputs, to.values);
+}
 
-#pragma GCC visibility push(hidden)
-extern "C" {  // in products.cpp
-
-// Quantize a row, or lay it out for floats.h.
-void prepare_row(const Element *x, int64_t row, const Weight &w, const Inputs &to);
-
-// Compute some outputs of the rows from `row` to `end`.
-void product_task(const Inputs &x, const Weight &w, int64_t row, int64_t end, int64_t piece, const Results &out);
-
-}  // extern "C"
-#pragma GCC visibility pop
-
-namespace {
+// Computes some outputs of the rows from `row` to `end`.
+ONE_COPY void product_task(const Inputs &x, const Weight &w, int64_t row, int64_t end, int64_t piece, const Results &out) {
+    if (w.bits == 4)
+        integer_task<4>(x.quantized, w, row, end, piece, out);
+    else if (w.bits == 8)
+        integer_task<8>(x.quantized, w, row, end, piece, out);
+    else
+        float_task(x.values, w, row, end, piece, out);
+}
 
 // Tasks of a block of rows, each of some outputs.
 inline int64_t num_tasks(const Weight &w) { return w.bits > 0 ? num_panels(w) : num_streams(w.outputs); }

@@ -4,9 +4,6 @@
 
 #include "lanes.h"
 
-// Compiled once, not in each caller: such a function does so much that a call costs nothing beside it.
-#define ONE_COPY __attribute__((noinline)) inline
-
 namespace {
 
 // e to the x by Cephes' expf: 2 to the n times a polynomial. Off by some 2 units of the last place; beyond the range of

@@ -30,7 +30,7 @@ Replay: TypeAlias = Callable[[ForwardBatch], Computed]
 
 def can_record(kernels: Kernels, model: TextConfig) -> bool:
     """Whether neither the kernels nor the model's layers wait for the GPU, as layers with experts or states do."""
-    waits = hasattr(model, "experts") or bool(model.state_parts)
+    waits = model.has_experts or bool(model.state_parts)
     return isinstance(kernels, RecordableKernels) and not waits
 
 

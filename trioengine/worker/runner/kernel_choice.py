@@ -53,7 +53,10 @@ def _native_kernels(
     if device.type != "cpu":
         raise KernelsUnavailable(f"they are for the CPU, not for {device}")
     shape = model.num_heads, model.num_kv_heads, model.head_dim
-    return NativeKernels(*shape, dtype, config.block_size, cache_dtype=cache_dtype)
+    states, experts = bool(model.state_parts), model.has_experts
+    return NativeKernels(
+        *shape, dtype, config.block_size, cache_dtype=cache_dtype, has_states=states, has_experts=experts
+    )
 
 
 def check_triton(device: torch.device) -> None:
