@@ -1,8 +1,9 @@
-"""Compare trees by the seconds that the kernels add to their first start, strictly in turn.
+"""Compare trees by the seconds that the kernels add to the first start with a model, in turn.
 
-Usage: python tests/processes/first_starts.py TREE... [--rounds 5], with every package installed that a tree needs. Each
-round runs `trioengine bench offline` with one token twice, without compiled kernels and with those that it compiled, in
-a folder of its own with the default model. Prints the seconds of both and the difference, then the medians.
+Usage, with the root in PYTHONPATH: python tests/processes/first_starts.py TREE... [--rounds 5], with every package
+installed that a tree needs. Each round starts `trioengine bench offline` with one token twice in an empty home with the
+default model: at first the kernels are compiled, then they are found. Prints the seconds of each start and their
+difference, then the medians, and the range of the differences. One start of each tree before them is not measured.
 """
 
 import argparse
@@ -20,13 +21,24 @@ from trioengine.hub.pull import pull
 COMMAND = ("bench", "offline", "--requests", "1", "--prompt-len", "8", "--output-len", "1", "--repeat", "1")
 
 
-def seconds_of_start(tree: str, home: Path) -> float:
-    """Return the seconds of the whole command, from its start to its end."""
-    environment = os.environ | {"PYTHONPATH": tree, "TRIOENGINE_HOME": str(home)}
+def seconds_of_start(tree: Path, home: Path) -> float:
+    """Return the seconds of the whole command."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "TRIOENGINE_HOME": str(home)}
     start = time.perf_counter()
     line = [sys.executable, "-m", "trioengine", *COMMAND]
     subprocess.run(line, cwd=tree, env=environment, stdout=subprocess.DEVNULL, check=True)
     return time.perf_counter() - start
+
+
+def first_and_next(tree: Path, model: Path) -> tuple[float, float]:
+    """Return the seconds of the first start and of the next one. Exits if no kernels were compiled."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        (home / model.parent.name).symlink_to(model.parent)
+        first = seconds_of_start(tree, home)
+        if not list(home.glob("kernels/*.so")):
+            sys.exit(f"{tree}: no kernels were compiled")
+        return first, seconds_of_start(tree, home)
 
 
 def main() -> None:
@@ -36,19 +48,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     model = pull(DEFAULT_MODEL)
-    found: dict[str, list[tuple[float, float]]] = {tree: [] for tree in options.trees}
-    for _ in range(options.rounds):
-        for tree, starts in found.items():
-            with tempfile.TemporaryDirectory() as folder:
-                (Path(folder) / model.parent.name).symlink_to(model.parent)
-                first, following = (seconds_of_start(str(Path(tree).resolve()), Path(folder)) for _ in range(2))
-            starts.append((first, following))
-            print(f"{tree:15} first {first:.2f} next {following:.2f} more {first - following:.2f}", flush=True)
+    trees = [Path(tree).resolve() for tree in options.trees]
+    for tree in trees:
+        first_and_next(tree, model)
+    found: dict[Path, list[tuple[float, float]]] = {tree: [] for tree in trees}
+    for number in range(options.rounds):
+        for tree in trees if number % 2 == 0 else trees[::-1]:
+            first, following = first_and_next(tree, model)
+            found[tree].append((first, following))
+            print(f"{tree}: first {first:.2f}, next {following:.2f}, more {first - following:.2f}", flush=True)
     for tree, starts in found.items():
         more = [first - following for first, following in starts]
         first, following = (statistics.median(each) for each in zip(*starts, strict=True))
-        spread = f"{min(more):.2f}-{max(more):.2f}"
-        print(f"{tree:15} first {first:.2f} next {following:.2f} more {statistics.median(more):.2f} ({spread})")
+        spread = f"{min(more):.2f} to {max(more):.2f}"
+        print(f"{tree}: first {first:.2f}, next {following:.2f}, more {statistics.median(more):.2f} ({spread})")
 
 
 if __name__ == "__main__":

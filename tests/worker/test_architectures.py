@@ -177,7 +177,6 @@ def test_bfloat16_runs(tmp_path, variant, options):
     assert [len(answer) for answer in answers] == [8, 8]
 
 
-@pytest.mark.parametrize("variant", list(tiny_decoders.VARIANTS))
 def test_whether_it_has_experts(tmp_path, variant):
     with closing(open_checkpoint(str(tiny_decoders.write(tmp_path, variant)))) as checkpoint:
         model = checkpoint.config

@@ -39,9 +39,10 @@ def test_a_library_that_was_compiled_ahead_is_loaded(source, compilations):
 
 def test_loading_waits_for_the_compilation(source, tmp_path, monkeypatch):
     """One at a time, so that it is compiled once."""
-    entered, log = tmp_path / "entered", tmp_path / "log"
+    entered, proceed, log = (tmp_path / name for name in ("entered", "proceed", "log"))
     os.mkfifo(entered)
-    do = f"echo >> {log}; echo > {entered}"
+    os.mkfifo(proceed)
+    do = f"echo >> {log}; echo > {entered}; cat {proceed}"
     use_compiler(tmp_path, monkeypatch, WHEN_COMPILING.format(do=do, compiler=shutil.which("g++")))
     ahead = threading.Thread(target=compile_library, args=([source], {"ANSWER": 9}))
     ahead.start()
@@ -49,6 +50,7 @@ def test_loading_waits_for_the_compilation(source, tmp_path, monkeypatch):
     loading = threading.Thread(target=lambda: answers.append(load_library([source], {"ANSWER": 9}).answer()))
     entered.read_text()  # the compiler runs
     loading.start()
+    proceed.write_text("")
     loading.join()
     ahead.join()
     assert answers == [9]
@@ -78,7 +80,7 @@ def test_a_compiler_that_always_fails_is_waited_for_once(source, tmp_path, monke
 def test_an_error_beside_the_compilation_ends_it(path, tmp_path, home, monkeypatch):
     entered = tmp_path / "entered"
     os.mkfifo(entered)
-    do = f"echo > {entered}; sleep 1000"
+    do = f'case "$*" in *native.cpp*) sleep 1000 & echo > {entered}; wait;; *) exec sleep 1000;; esac'
     use_compiler(tmp_path, monkeypatch, WHEN_COMPILING.format(do=do, compiler=shutil.which("g++")))
     with pytest.raises(ZeroDivisionError), compiling_ahead(WorkerConfig(str(path), device="cpu")):
         entered.read_text()  # the compiler runs

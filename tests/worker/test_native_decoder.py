@@ -271,15 +271,17 @@ def test_layers_that_are_not_compiled_are_refused(tmp_path, variant):
     """The library of a model has the functions for its kinds of layers alone."""
     runner = load(tiny_decoders.write(tmp_path, variant))
     weights, config = runner.model._decoder._weights, runner.model.config
-    has = {"has_states": variant != "qwen3-moe", "has_experts": variant == "qwen3-moe"}
     shape = config.num_heads, config.num_kv_heads, config.head_dim, torch.float32, 16
-    compiled, others = NativeKernels(*shape, **has), NativeKernels(*shape, **{name: not has[name] for name in has})
-    for kernels, found in ((compiled, has), (others, {name: not has[name] for name in has})):
-        for name, functions in {"has_states": ("convolve", "update_delta"), "has_experts": ("route", "mix")}.items():
-            assert [hasattr(kernels.native, function) for function in functions] == [found[name]] * 2
-    assert isinstance(compiled.decoder(config, weights), NativeDecoder)
-    with pytest.raises(InvariantError, match="for which nothing is compiled"):
-        others.decoder(config, weights)
+    kind = "experts" if variant == "qwen3-moe" else "a state"
+    with_states = NativeKernels(*shape, has_states=True, has_experts=False)
+    with_experts = NativeKernels(*shape, has_states=False, has_experts=True)
+    for kernels, functions in ((with_states, ["convolve", "update_delta"]), (with_experts, ["mix", "route"])):
+        names = ("convolve", "mix", "route", "update_delta")
+        assert [name for name in names if hasattr(kernels.native, name)] == functions
+    its_own, other = (with_experts, with_states) if kind == "experts" else (with_states, with_experts)
+    assert isinstance(its_own.decoder(config, weights), NativeDecoder)
+    with pytest.raises(InvariantError, match=f"a layer with {kind}, for kernels that were compiled without"):
+        other.decoder(config, weights)
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])

@@ -158,7 +158,7 @@ def test_a_rotation_beyond_the_head_is_refused():
 
 class Model:
     num_heads, num_kv_heads, head_dim = 9, 3, 64
-    state_parts, has_experts = (), False
+    has_states = has_experts = False
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,13 @@ class LlamaConfig:
         return ()
 
     @property
+    def has_states(self) -> bool:
+        """Whether a layer has a state."""
+        return bool(self.state_parts)
+
+    @property
     def has_experts(self) -> bool:
-        """Whether any layer has experts in place of one MLP: none has."""
+        """Whether a layer has experts in place of one MLP: False."""
         return False
 
     @property

@@ -82,8 +82,13 @@ class TextConfig(Protocol):
         ...
 
     @property
+    def has_states(self) -> bool:
+        """Whether a layer has a state."""
+        ...
+
+    @property
     def has_experts(self) -> bool:
-        """Whether any layer has experts in place of one MLP."""
+        """Whether a layer has experts in place of one MLP."""
         ...
 
 

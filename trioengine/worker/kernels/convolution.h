@@ -11,7 +11,7 @@ struct Convolution {
     const float *bias;    // [size]; null: there is none
     int64_t taps, size;
 
-    // False for the compiler where no layer of the model has a state.
+    // Always false in the library of a model without states, so that the compiler drops the code for them.
     bool is_there() const { return HAS_STATES && weight != nullptr; }
 };
 

@@ -21,7 +21,7 @@ struct Experts {
     const Weight *gate_up, *down;  // [experts]; null: the layer has none
     int64_t *loads;                // [experts]: the rows that each had in the last step
 
-    // False for the compiler where no layer of the model has experts.
+    // Always false in the library of a model without experts, so that the compiler drops the code for them.
     bool are_there() const { return HAS_EXPERTS && gate_up != nullptr; }
 };
 

@@ -1,4 +1,4 @@
-"""The native kernels: calls into the library that is compiled from C++ for a model's shape."""
+"""The native kernels: calls into the library that is compiled from C++ for a model's shape and layers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ from trioengine.worker.kernels.addresses import (
 )
 from trioengine.worker.kernels.batch import ForwardBatch, StateRows
 from trioengine.worker.kernels.best_tokens import Best
-from trioengine.worker.kernels.decoder import LayerByLayer, has_states
+from trioengine.worker.kernels.decoder import LayerByLayer
+from trioengine.worker.kernels.decoder import has_states as has_state
 from trioengine.worker.kernels.kv_cache import KVCache, KVOrder
 from trioengine.worker.kernels.native_attention import (
     LayerCacheAddress,
@@ -97,7 +98,8 @@ class NativeKernels:
         """Load the library, compiled now if it never was before. Raises KernelsUnavailable, with the reason.
 
         `at_most`: the best instructions that the kernels use, of lanes.h; None: this CPU's. `cache_dtype`: the KV
-        cache's, `dtype` or int8; None: `dtype`. `has_states`, `has_experts`: whether there may be such layers.
+        cache's, `dtype` or int8; None: `dtype`. `has_states`, `has_experts`: whether such layers
+        are compiled.
         """
         self.dtype, self.cache_dtype = dtype, cache_dtype or dtype
         self._has_states, self._has_experts = has_states, has_experts
@@ -206,8 +208,9 @@ class NativeKernels:
         return NativeAttention(self, batch, cache, caches)
 
     def decoder(self, config: TextConfig, weights: DecoderWeights) -> Decoder:
-        layers = weights.layers
-        with_states, with_experts = any(map(has_states, layers)), any(isinstance(each.mlp, Experts) for each in layers)
-        if with_states > self._has_states or with_experts > self._has_experts:
-            raise InvariantError("a layer with states or experts, for which nothing is compiled")
+        for layer in weights.layers:
+            if has_state(layer) and not self._has_states:
+                raise InvariantError("a layer with a state, for kernels that were compiled without")
+            if isinstance(layer.mlp, Experts) and not self._has_experts:
+                raise InvariantError("a layer with experts, for kernels that were compiled without")
         return NativeDecoder(config, weights, LayerByLayer(self, config, weights))

@@ -30,8 +30,7 @@ Replay: TypeAlias = Callable[[ForwardBatch], Computed]
 
 def can_record(kernels: Kernels, model: TextConfig) -> bool:
     """Whether neither the kernels nor the model's layers wait for the GPU, as layers with experts or states do."""
-    waits = model.has_experts or bool(model.state_parts)
-    return isinstance(kernels, RecordableKernels) and not waits
+    return isinstance(kernels, RecordableKernels) and not (model.has_experts or model.has_states)
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:

@@ -159,7 +159,7 @@ def _window_of(spec: ModelSpec, config: WorkerConfig) -> int:
     text = spec.model.text
     context = min(text.max_position_embeddings, config.max_model_len or text.max_position_embeddings)
     window = max((window for window in text.windows if window is not None), default=context)
-    shares = bool(text.state_parts) or spec.graphs is not StepGraphs.NONE or not spec.kernels.has_window_tables
+    shares = text.has_states or spec.graphs is not StepGraphs.NONE or not spec.kernels.has_window_tables
     is_short = window >= context and not config.window_blocks  # a restart has them if the first worker had
     return 0 if shares or is_short else window
 
@@ -188,7 +188,7 @@ def _check_draft(draft: ModelSpec, target: ModelSpec, max_model_len: int | None)
     for spec in (draft, target):
         for kind, is_one in (
             ("an embedding model", spec.model.text.embeds),
-            ("a model with states", bool(spec.model.text.state_parts)),
+            ("a model with states", spec.model.text.has_states),
             ("a model with images", spec.model.images is not None),
         ):
             if is_one:
