@@ -53,8 +53,14 @@ def _native_kernels(
     if device.type != "cpu":
         raise KernelsUnavailable(f"they are for the CPU, not for {device}")
     shape = model.num_heads, model.num_kv_heads, model.head_dim
-    layers = {"has_states": model.has_states, "has_experts": model.has_experts}
-    return NativeKernels(*shape, dtype, config.block_size, cache_dtype=cache_dtype, **layers)
+    return NativeKernels(
+        *shape,
+        dtype,
+        config.block_size,
+        cache_dtype=cache_dtype,
+        has_states=model.has_states,
+        has_experts=model.has_experts,
+    )
 
 
 def check_triton(device: torch.device) -> None:
